@@ -175,4 +175,4 @@ class OptimStats:
     """Before clipping."""
     lr: float
     skipped: bool = False
-    """True when the step had nothing to train on or its gradient was not finite: the weights are unchanged."""
+    """True when the step had nothing to train on: the weights are unchanged."""

@@ -1,0 +1,286 @@
+"""One rank of the learner: a Megatron-core model, its gradients and its optimizer.
+
+    forward_backward ── schedule: forward → fused head and loss → backward, per microbatch ──► gradients summed over ranks
+    optim_step       ── clip ──► Adam on fp32 master weights ──► weights ──► gradients cleared
+
+The loss of every microbatch is already divided by the trained tokens of the whole step, so gradients are summed, never
+averaged: over microbatches by accumulation, over ranks by all-reduce.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from huggingface_hub import save_torch_state_dict
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+from transformers import AutoConfig
+
+from opd.config import GkdObjective, LearnerConfig
+from opd.learner import cpu_patches
+from opd.learner.fused_loss import LossTargets, fused_head_loss, head_metrics, logits_fp32
+from opd.learner.hf_weights import export_hf, load_hf
+from opd.learner.model import TORCH_DTYPES, build_model
+from opd.learner.objectives import METRICS
+from opd.types import LossStats, Microbatch, OptimStats
+
+_GIB = 2**30
+
+
+class LearnerRank:
+    """One process of the Megatron group. Calls must reach all ranks, in the same order."""
+
+    def __init__(
+        self,
+        *,
+        model_folder: Path,
+        learner: LearnerConfig,
+        objective: GkdObjective,
+        total_steps: int,
+        rank: int,
+        device: str,
+        backend: str,
+        threads: int,
+    ) -> None:
+        self.learner, self.objective = learner, objective
+        self.rank = rank
+        self._backend = backend
+        self._total_steps = total_steps
+        self._folder = model_folder
+        self._on_cpu = device == "cpu"
+        self._device = torch.device(device)
+        self._has_gradient = False
+        if self._on_cpu:
+            cpu_patches.apply()
+            torch.set_num_threads(threads)
+        else:
+            torch.cuda.set_device(0)  # Ray shows each rank its own GPU only
+
+    def open_store(self, host: str) -> int:
+        """Rank 0: open the rendezvous store on a port that the system chose and keeps; give the port."""
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    def start(self, host: str, port: int) -> dict[str, float]:
+        """Join the group, build the model, load the weights; give the sizes for the header."""
+        if self.rank:
+            self._store = dist.TCPStore(host, port, is_master=False)
+        world = self.learner.data_parallel
+        dist.init_process_group(self._backend, store=self._store, rank=self.rank, world_size=world)
+        with self._megatron():
+            parallel_state.initialize_model_parallel()
+            self._build()
+        return {"parameters": float(sum(p.numel() for p in self.model.parameters())), "pid": float(os.getpid())}
+
+    def _megatron(self) -> AbstractContextManager[None]:
+        """Surround Megatron's own code on this host."""
+        return cpu_patches.cuda_means_cpu() if self._on_cpu else nullcontext()
+
+    def _build(self) -> None:
+        learner = self.learner
+        dtype = TORCH_DTYPES[learner.dtype]
+        self.hf_config = AutoConfig.from_pretrained(self._folder)
+        self.model = build_model(self.hf_config, learner, on_cpu=self._on_cpu).to(device=self._device, dtype=dtype)
+        load_hf(self.model, self.hf_config, self._folder)
+        self._ddp = DistributedDataParallel(
+            self.model.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=False,
+                check_for_nan_in_grad=True,
+                use_distributed_optimizer=learner.distributed_optimizer,
+            ),
+            self.model,
+        )
+        self._ddp.broadcast_params()
+        self._optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=learner.lr,
+                min_lr=learner.min_lr,
+                weight_decay=learner.weight_decay,
+                adam_beta1=learner.adam_beta1,
+                adam_beta2=learner.adam_beta2,
+                adam_eps=learner.adam_eps,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=learner.distributed_optimizer,
+                clip_grad=learner.clip_grad_norm or math.inf,  # with 0 Megatron would not measure the norm
+            ),
+            [self._ddp],
+        )
+        # Megatron sets lr before the step it is for is counted; see optim_step
+        self._schedule = OptimizerParamScheduler(
+            self._optimizer,
+            init_lr=0.0,
+            max_lr=learner.lr,
+            min_lr=learner.min_lr,
+            lr_warmup_steps=learner.warmup_steps,
+            lr_decay_steps=self._total_steps + 1,
+            lr_decay_style=learner.schedule,
+            start_wd=learner.weight_decay,
+            end_wd=learner.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+        self._ddp.zero_grad_buffer()
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], trained_tokens: int) -> LossStats:
+        """Add the gradient of Σ token losses / `trained_tokens` over this rank's microbatches, then sum over ranks."""
+        self.model.train()
+        stats = self._run(microbatches, self._loss(1.0 / max(trained_tokens, 1)), forward_only=False)
+        with self._megatron():
+            finalize_model_grads([self._ddp])
+        self._has_gradient = trained_tokens > 0
+        return stats
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> LossStats:
+        """Measure without a gradient."""
+        self.model.eval()
+
+        def metrics(hidden: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+            sums = head_metrics(
+                hidden,
+                self.model.head_weight,
+                self._targets(batch),
+                self.objective,
+                chunk_tokens=self.learner.loss_chunk_tokens,
+            )
+            return sums[0], sums
+
+        return self._run(microbatches, metrics, forward_only=True)
+
+    def topk_logprobs(self, batch: Microbatch, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Give the student's own scores of a microbatch: token log-probs [N], top-K ids [N, K] and log-probs [N, K]."""
+        self.model.eval()
+        kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+        def keep(hidden: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+            logprobs = logits_fp32(hidden, self.model.head_weight).log_softmax(-1)
+            top = logprobs.topk(k)
+            token = logprobs.gather(1, self._tensor(batch.target_ids)[:, None])[:, 0]
+            kept.append((token.cpu().numpy(), top.indices.cpu().numpy(), top.values.cpu().numpy()))
+            return token.sum(), token.new_zeros(len(METRICS))
+
+        self._run([batch], keep, forward_only=True)
+        return kept[0]
+
+    def optim_step(self) -> OptimStats:
+        """Clip, step, and clear the gradients; with nothing trained since the last step the weights stay as they are."""
+        self._schedule.step(increment=1)  # so that the first step of a warm-up has lr/warmup_steps, not 0
+        lr = float(self._optimizer.param_groups[0]["lr"])
+        if not self._has_gradient:
+            return OptimStats(grad_norm=0.0, lr=lr, skipped=True)
+        with self._megatron():
+            successful, grad_norm, _ = self._optimizer.step()
+        self._ddp.zero_grad_buffer()
+        self._has_gradient = False
+        return OptimStats(grad_norm=float(grad_norm), lr=lr, skipped=not successful)
+
+    def export(self, folder: Path) -> None:
+        """Rank 0: write config.json and safetensors that `transformers` and vLLM load; other ranks do nothing."""
+        if self.rank:
+            return
+        dtype = TORCH_DTYPES[self.learner.dtype]
+        state = dict(export_hf(dict(self.model.named_parameters()), self.hf_config, dtype))
+        save_torch_state_dict(state, str(folder), metadata={"format": "pt"})
+        config = self.hf_config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+    def memory_gib(self) -> float:
+        """Give the peak memory of this rank: resident on a CPU, allocated on a GPU."""
+        if self._on_cpu:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+        return torch.cuda.max_memory_allocated() / _GIB
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.tensor(array, device=self._device)
+
+    def _targets(self, batch: Microbatch) -> LossTargets:
+        return LossTargets(
+            ids=self._tensor(np.concatenate([batch.topk_ids, batch.target_ids[:, None]], axis=1)),
+            teacher_topk=self._tensor(batch.topk_logprobs),
+            from_dataset=self._tensor(batch.from_dataset),
+        )
+
+    def _loss(self, scale: float) -> Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]]:
+        def loss(hidden: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+            weight = self.model.head_weight
+            return fused_head_loss(
+                hidden,
+                weight,
+                self._targets(batch),
+                self.objective,
+                scale=scale,
+                chunk_tokens=self.learner.loss_chunk_tokens,
+                main_grad=weight.main_grad,
+            )
+
+        return loss
+
+    def _run(
+        self,
+        microbatches: Sequence[Microbatch],
+        head: Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]],
+        *,
+        forward_only: bool,
+    ) -> LossStats:
+        """Send the microbatches through Megatron's schedule; `head` gets the [N, H] hidden states of trained tokens."""
+        if not microbatches:
+            return LossStats(sums=dict.fromkeys(METRICS, 0.0), tokens=0)
+
+        def forward_step(batches: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:  # noqa: ANN401
+            batch: Microbatch = next(batches)
+            hidden = model(
+                self._tensor(batch.input_ids)[None],
+                self._tensor(batch.position_ids)[None],
+                None,
+                packed_seq_params=self._packed(batch),
+            )
+
+            def loss_func(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                rows = output[:, 0].index_select(0, self._tensor(batch.predict_positions))
+                loss, sums = head(rows, batch)
+                return loss, torch.tensor(batch.num_trained_tokens, dtype=torch.int), sums
+
+            return hidden, loss_func
+
+        with self._megatron(), torch.set_grad_enabled(not forward_only):
+            sums = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(microbatches),
+                model=[self._ddp],
+                num_microbatches=len(microbatches),
+                seq_length=max(len(b.input_ids) for b in microbatches),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+        totals = torch.stack(sums).sum(0).tolist()
+        tokens = sum(b.num_trained_tokens for b in microbatches)
+        return LossStats(sums=dict(zip(METRICS, totals, strict=True)), tokens=tokens)
+
+    def _packed(self, batch: Microbatch) -> PackedSeqParams:
+        starts = self._tensor(batch.cu_seqlens)
+        longest = int(np.diff(batch.cu_seqlens).max())
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )

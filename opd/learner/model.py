@@ -1,0 +1,197 @@
+"""A Hugging Face config as a Megatron `GPTModel` whose output is the last hidden state.
+
+Dense decoders of the Llama, Qwen2 and Qwen3 families. The lm_head is kept out of the forward pass: `fused_loss.py`
+applies it to the trained positions only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from opd.config import LearnerConfig
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""`model_type` of the configs that can be trained."""
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention within each sample of a packed row, by torch's own kernels; never across samples."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, **kwargs: object) -> None:
+        super().__init__()
+        self.scale = config.softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: object = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [T, heads, head_dim].
+            key: [T, KV heads, head_dim].
+            value: as key.
+            attention_mask: unused, the mask is causal.
+            attn_mask_type: unused.
+            attention_bias: unused.
+            packed_seq_params: where the samples begin.
+
+        Returns:
+            [T, heads × head_dim].
+        """
+        assert packed_seq_params is not None, "the learner always packs"
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        grouped = query.shape[1] != key.shape[1]
+        parts = [
+            F.scaled_dot_product_attention(
+                # [1, heads, length, head_dim]
+                q.transpose(0, 1)[None],
+                k.transpose(0, 1)[None],
+                v.transpose(0, 1)[None],
+                is_causal=True,
+                scale=self.scale,
+                enable_gqa=grouped,
+            )[0].transpose(0, 1)
+            for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+        ]
+        return torch.cat(parts).flatten(1)
+
+
+class HiddenStateModel(GPTModel):
+    """A `GPTModel` that gives back [T, 1, H] after the final norm, where GPTModel would go on to the logits."""
+
+    def _postprocess(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return hidden_states
+
+    @property
+    def head_weight(self) -> torch.nn.Parameter:
+        """[V, H] the lm_head, which is the embedding in a tied model."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer.weight if weight is None else weight  # type: ignore[return-value]
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Stop on a model that the learner cannot train exactly.
+
+    Raises:
+        ValueError: the family, or one of its variants, is not mapped.
+    """
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"student.model has model_type {config.model_type!r}; the learner trains {', '.join(FAMILIES)} (dense)"
+        )
+    if config.hidden_act != "silu":
+        raise ValueError(f"student.model has hidden_act {config.hidden_act!r}; the learner knows silu")
+    if getattr(config, "use_sliding_window", False):
+        raise ValueError("student.model uses sliding-window attention, which the learner does not compute")
+    if getattr(config, "mlp_bias", False):
+        raise ValueError("student.model has mlp_bias, which the learner does not map")
+    if getattr(config, "attention_bias", False) and config.model_type != "qwen2":
+        raise ValueError("student.model has attention_bias on the output projection, which the learner does not map")
+    rope = config.rope_parameters["rope_type"]
+    if rope not in ("default", "linear", "llama3"):
+        raise ValueError(f"student.model has rope_type {rope!r}; the learner knows default, linear and llama3")
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Give the size of an attention head, which need not be hidden size / heads."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def transformer_config(config: PretrainedConfig, learner: LearnerConfig, *, on_cpu: bool) -> TransformerConfig:
+    """Translate a Hugging Face config."""
+    dtype = TORCH_DTYPES[learner.dtype]
+    recompute: dict[str, Any] = (
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        if learner.recompute
+        else {}
+    )
+    return TransformerConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        ffn_hidden_size=config.intermediate_size,
+        kv_channels=head_dim(config),
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        qk_layernorm=config.model_type == "qwen3",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=config.model_type == "qwen2",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=on_cpu,
+        perform_initialization=False,  # every weight is loaded
+        calculate_per_token_loss=True,  # the loss is already divided by the tokens of the whole step
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        **recompute,
+    )
+
+
+def layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """Give Megatron's local layers with `PackedAttention` in them."""
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    return spec
+
+
+def build_model(config: PretrainedConfig, learner: LearnerConfig, *, on_cpu: bool) -> HiddenStateModel:
+    """Give the student without its weights; `torch.distributed` and Megatron's groups must be up.
+
+    Raises:
+        ValueError: see `check_supported`.
+    """
+    check_supported(config)
+    megatron_config = transformer_config(config, learner, on_cpu=on_cpu)
+    model = HiddenStateModel(
+        config=megatron_config,
+        transformer_layer_spec=layer_spec(megatron_config),
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=config.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_base=config.rope_parameters["rope_theta"],
+    )
+    _set_rotary_frequencies(model, config)
+    return model
+
+
+def _set_rotary_frequencies(model: HiddenStateModel, config: PretrainedConfig) -> None:
+    """Take scaled frequencies from transformers: Megatron's own scaling has Llama 3.1's constants built in."""
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type != "default":
+        frequencies, attention_scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+        assert attention_scale == 1.0, rope_type
+        model.rotary_pos_emb.inv_freq = frequencies
