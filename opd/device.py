@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
+
+GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +24,8 @@ class HostProfile:
     num_gpus: int
     backend: Literal["gloo", "nccl"]
     """Of torch.distributed, between learner ranks."""
+    bf16_products: Literal["upcast", "mixed"]
+    """How bf16 matrices give an fp32 product: as fp32 tensors that oneDNN rounds, or by `out_dtype` of CUDA's mm."""
     engine_env: Mapping[str, str] = field(default_factory=dict)
     """Environment of a process with a vLLM engine."""
     learner_env: Mapping[str, str] = field(default_factory=dict)
@@ -35,6 +40,22 @@ class HostProfile:
     def torch_device(self) -> str:
         """Device of tensors: `cpu` or `cuda` (Ray shows each actor its own GPUs only)."""
         return self.kind
+
+    def engine_kwargs(self, *, kv_cache_gib: float, gpu_memory_utilization: float) -> dict[str, Any]:
+        """Give the arguments of `vllm.LLM` that depend on the host."""
+        if self.has_gpus:
+            return {"gpu_memory_utilization": gpu_memory_utilization}
+        # Compiling pays only after minutes here, and an explicit cache size skips vLLM's warm-up.
+        return {"enforce_eager": True, "kv_cache_memory_bytes": int(kv_cache_gib * GIB)}
+
+    def peak_memory_gib(self) -> float:
+        """Give this process's peak resident set, or what is in use on its GPU."""
+        if not self.has_gpus:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+        import torch  # here, since everything imports this module and the driver needs no torch
+
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / GIB
 
     @classmethod
     def detect(cls) -> Self:
@@ -55,6 +76,7 @@ class HostProfile:
             num_cpus=num_cpus,
             num_gpus=0,
             backend="gloo",
+            bf16_products="upcast",
             engine_env={
                 **waits_asleep,
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in-process: starts in 3 s instead of 17 and runs faster
@@ -72,6 +94,7 @@ class HostProfile:
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             backend="nccl",
+            bf16_products="mixed",
             engine_env={"VLLM_NO_USAGE_STATS": "1"},
             learner_env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         )

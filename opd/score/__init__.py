@@ -1,0 +1,1 @@
+"""Teachers: vLLM engines that score finished responses."""
