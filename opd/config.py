@@ -69,6 +69,9 @@ class DataConfig(Config):
         None, description="column with chat messages ending in the answer, instead of the two"
     )
     system_prompt: str | None = Field(None, description="system message put before rows that have none")
+    system_role: Literal["template", "merge"] = Field(
+        "template", description="merge: system text goes to the front of the first user turn, for templates without it"
+    )
     answer_processor: Literal["none", "gsm8k"] = Field("none", description="gsm8k: takes calculator marks out")
     chat_template_options: dict[str, Any] = Field({}, description="passed to the chat template, as enable_thinking")
     control_text: Literal["split", "refuse"] = Field(

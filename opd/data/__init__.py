@@ -1,0 +1,1 @@
+"""Data rows to samples, and samples to packed batches."""
