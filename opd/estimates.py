@@ -1,0 +1,148 @@
+"""What a run will ask of memory and disk, from the sizes in the models' own files. Arithmetic, nothing is loaded.
+
+The weights, gradients and optimizer state are exact; activations and libraries are rough, and marked so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+from safetensors import SafetensorError, safe_open
+
+from opd.config import Dtype, LearnerConfig, TeacherConfig
+from opd.model_support import head_dim
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
+PROCESS_BYTES = int(0.6 * 2**30)
+"""Of a process that has loaded torch with vLLM or Megatron; 0.4 to 0.5 GiB were seen."""
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerMemory:
+    """Bytes of one learner rank."""
+
+    weights: int
+    gradients: int
+    """fp32, whatever the weights are."""
+    optimizer: int
+    """Adam's two moments and, for bf16 weights, the fp32 master copy."""
+    activations: int
+    """Rough: what one full microbatch keeps for its backward pass, and the logits of one chunk."""
+
+    @property
+    def state(self) -> int:
+        """What the rank holds at all times."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """At the worst moment."""
+        return self.state + self.activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """Bytes of one teacher engine."""
+
+    weights: int
+    kv_cache: int
+    """0 where vLLM takes the share of the GPU that it is given."""
+    head: int
+    """A copy of the lm_head, which scores the response rows apart from vLLM."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.kv_cache + self.head
+
+
+def count_parameters(folder: Path) -> int:
+    """Give the number of parameters of an HF folder, from the headers of its safetensors files.
+
+    Raises:
+        ValueError: there are none, or one is damaged.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    total = 0
+    for name in files:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} has no {name}; the model's weights must be there as safetensors")
+        try:
+            with safe_open(folder / name, framework="numpy") as stored:
+                total += sum(math.prod(stored.get_slice(key).get_shape()) for key in stored.keys())  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{folder / name} is damaged or cut short ({error}); fetch or write it again") from error
+    return total
+
+
+def learner_memory(parameters: int, config: PretrainedConfig, learner: LearnerConfig) -> LearnerMemory:
+    """Give what one rank needs for a student of a supported family."""
+    size = BYTES[learner.dtype]
+    optimizer = parameters * (8 if learner.dtype == "fp32" else 12)
+    tokens = learner.max_tokens_per_microbatch
+    query, key = (heads * head_dim(config) for heads in (config.num_attention_heads, config.num_key_value_heads))
+    # Norms and residuals; queries and keys before and after the rotation, attention's output; gate, up, their product.
+    layer = 6 * config.hidden_size + 3 * query + 4 * key
+    layer += 4 * config.intermediate_size
+    if learner.recompute:
+        kept = config.num_hidden_layers * config.hidden_size + layer
+    else:
+        kept = config.num_hidden_layers * layer
+    logits = 3 * 4 * learner.loss_chunk_tokens * config.vocab_size
+    return LearnerMemory(
+        weights=parameters * size,
+        gradients=parameters * 4,
+        optimizer=optimizer // learner.data_parallel if learner.distributed_optimizer else optimizer,
+        activations=tokens * kept * size + logits,
+    )
+
+
+def engine_memory(parameters: int, config: PretrainedConfig, teacher: TeacherConfig, *, on_gpu: bool) -> EngineMemory:
+    """Give what one engine needs, over all its GPUs."""
+    text = config.get_text_config()
+    head = text.vocab_size * text.hidden_size * (BYTES[teacher.dtype] if on_gpu else 4)
+    return EngineMemory(
+        weights=parameters * BYTES[teacher.dtype],
+        kv_cache=0 if on_gpu else int(teacher.kv_cache_gib * 2**30),
+        head=head if teacher.scoring == "hidden_states" else 0,
+    )
+
+
+def kv_cache_bytes(tokens: int, config: PretrainedConfig, dtype: Dtype) -> int:
+    """Give the KV cache that a sequence needs where all layers attend to all tokens."""
+    text = config.get_text_config()
+    heads = text.to_dict().get("num_key_value_heads") or text.num_attention_heads
+    return tokens * 2 * text.num_hidden_layers * heads * head_dim(text) * BYTES[dtype]
+
+
+def checkpoint_bytes(parameters: int, learner: LearnerConfig) -> int:
+    """Give the size of one checkpoint: the student as HF files, and fp32 weights with Adam's moments to resume."""
+    return parameters * (BYTES[learner.dtype] + 12)
+
+
+def machine_memory() -> tuple[int, int]:
+    """Give this machine's memory and how much of it is free, in bytes; a container's limit counts as the machine's."""
+    memory = psutil.virtual_memory()
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
+    total = memory.total if limit == "max" else min(memory.total, int(limit))
+    return total, min(memory.available, total)
+
+
+def free_disk(folder: Path) -> int:
+    """Give the free bytes where `folder` is, or will be made."""
+    existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
+    return shutil.disk_usage(existing).free
