@@ -56,6 +56,14 @@ class Learner(Protocol):
         """Compute the loss without a gradient."""
         ...
 
+    async def abort(self) -> None:
+        """Make the `forward_backward` or `evaluate` under way raise `StepAborted` soon; the weights stay as they are."""
+        ...
+
+    async def memory_gib(self) -> float:
+        """Give the largest peak memory of a rank."""
+        ...
+
     async def export_hf(self, folder: Path) -> None:
         """Write config and safetensors (not the tokenizer) into an existing folder."""
         ...

@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray.util
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
@@ -32,6 +33,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from opd.config import GkdObjective, LearnerConfig
+from opd.device import HostProfile
+from opd.errors import StepAborted
 from opd.learner import cpu_patches
 from opd.learner.fused_loss import LossTargets, fused_head_loss, head_metrics, logits_fp32
 from opd.learner.hf_weights import export_hf, load_hf
@@ -39,49 +42,47 @@ from opd.learner.model import TORCH_DTYPES, build_model
 from opd.learner.objectives import METRICS
 from opd.types import LossStats, Microbatch, OptimStats
 
-_GIB = 2**30
-
 
 class LearnerRank:
     """One process of the Megatron group. Calls must reach all ranks, in the same order."""
 
     def __init__(
         self,
-        *,
         model_folder: Path,
         learner: LearnerConfig,
         objective: GkdObjective,
         total_steps: int,
         rank: int,
-        device: str,
-        backend: str,
+        profile: HostProfile,
         threads: int,
     ) -> None:
         self.learner, self.objective = learner, objective
         self.rank = rank
-        self._backend = backend
+        self._profile = profile
         self._total_steps = total_steps
         self._folder = model_folder
-        self._on_cpu = device == "cpu"
-        self._device = torch.device(device)
+        self._on_cpu = not profile.has_gpus
+        self._device = torch.device(profile.torch_device)
         self._has_gradient = False
+        self._abort = threading.Event()
         if self._on_cpu:
             cpu_patches.apply()
             torch.set_num_threads(threads)
         else:
             torch.cuda.set_device(0)  # Ray shows each rank its own GPU only
 
-    def open_store(self, host: str) -> int:
-        """Rank 0: open the rendezvous store on a port that the system chose and keeps; give the port."""
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return self._store.port
+    def open_store(self, host: str | None = None, port: int = 0) -> tuple[str, int]:
+        """Rank 0: open the rendezvous store; unless given, on a port that the system chooses. Give host and port."""
+        host = host or ray.util.get_node_ip_address()
+        self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+        return host, self._store.port
 
     def start(self, host: str, port: int) -> dict[str, float]:
         """Join the group, build the model, load the weights; give the sizes for the header."""
         if self.rank:
             self._store = dist.TCPStore(host, port, is_master=False)
         world = self.learner.data_parallel
-        dist.init_process_group(self._backend, store=self._store, rank=self.rank, world_size=world)
+        dist.init_process_group(self._profile.backend, store=self._store, rank=self.rank, world_size=world)
         with self._megatron():
             parallel_state.initialize_model_parallel()
             self._build()
@@ -143,11 +144,20 @@ class LearnerRank:
     def forward_backward(self, microbatches: Sequence[Microbatch], trained_tokens: int) -> LossStats:
         """Add the gradient of Σ token losses / `trained_tokens` over this rank's microbatches, then sum over ranks."""
         self.model.train()
-        stats = self._run(microbatches, self._loss(1.0 / max(trained_tokens, 1)), forward_only=False)
-        with self._megatron():
-            finalize_model_grads([self._ddp])
+        try:
+            stats = self._run(microbatches, self._loss(1.0 / max(trained_tokens, 1)), forward_only=False)
+        except StepAborted:
+            self._ddp.zero_grad_buffer()
+            raise
+        finally:
+            with self._megatron():
+                finalize_model_grads([self._ddp])  # an aborted rank too: the others may be waiting for it in here
         self._has_gradient = trained_tokens > 0
         return stats
+
+    def abort(self) -> None:
+        """Make the `forward_backward` or `evaluate` that is running raise `StepAborted` at its next microbatch."""
+        self._abort.set()
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> LossStats:
         """Measure without a gradient."""
@@ -197,16 +207,15 @@ class LearnerRank:
         if self.rank:
             return
         dtype = TORCH_DTYPES[self.learner.dtype]
-        state = dict(export_hf(dict(self.model.named_parameters()), self.hf_config, dtype))
+        tensors = export_hf(dict(self.model.named_parameters()), self.hf_config, dtype)
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}  # gate and up are views of one matrix
         save_torch_state_dict(state, str(folder), metadata={"format": "pt"})
         config = self.hf_config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
     def memory_gib(self) -> float:
-        """Give the peak memory of this rank: resident on a CPU, allocated on a GPU."""
-        if self._on_cpu:
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
-        return torch.cuda.max_memory_allocated() / _GIB
+        """Give the peak memory of this rank."""
+        return self._profile.peak_memory_gib()
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.tensor(array, device=self._device)
@@ -245,6 +254,9 @@ class LearnerRank:
             return LossStats(sums=dict.fromkeys(METRICS, 0.0), tokens=0)
 
         def forward_step(batches: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:  # noqa: ANN401
+            if self._abort.is_set():
+                self._abort.clear()
+                raise StepAborted
             batch: Microbatch = next(batches)
             hidden = model(
                 self._tensor(batch.input_ids)[None],

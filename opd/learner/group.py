@@ -1,0 +1,121 @@
+"""The learner as the loop sees it: all ranks behind one object, each rank a Ray actor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from opd import cluster
+from opd.config import GkdObjective, LearnerConfig
+from opd.device import HostProfile
+from opd.errors import LearnerLost, WorkerLost
+from opd.types import NO_LOSS, LossStats, OptimStats, TrainBatch
+
+
+class MegatronLearner:
+    """Implements `protocols.Learner`; a call goes to every rank, and the first failure ends them all."""
+
+    def __init__(self, ranks: Sequence[ActorHandle], config: LearnerConfig) -> None:
+        self._ranks = list(ranks)
+        self._config = config
+
+    @classmethod
+    async def start(
+        cls,
+        *,
+        model_folder: Path,
+        config: LearnerConfig,
+        objective: GkdObjective,
+        total_steps: int,
+        profile: HostProfile,
+    ) -> MegatronLearner:
+        """Give a learner whose ranks have loaded the student.
+
+        Raises:
+            WorkerLost: a rank died or was not ready within `learner.start_timeout_s`.
+            ValueError: the student cannot be trained, see `model.check_supported`, or the cluster is too small.
+        """
+        from opd.learner.megatron import LearnerRank  # pulls in megatron: only when a learner starts
+
+        size = config.data_parallel
+        threads = config.threads or max(1, profile.num_cpus // size)
+        made = [
+            cluster.spawn(
+                LearnerRank,
+                (model_folder, config, objective, total_steps, rank, profile, threads),
+                whom=f"learner rank {rank}",
+                env={**profile.learner_env},
+                threads=threads,
+                num_gpus=1 if profile.has_gpus else 0,
+                control_thread=True,
+            )
+            for rank in range(size)
+        ]
+        learner = cls(await asyncio.gather(*made), config)
+        try:
+            await learner._join()
+        except BaseException:
+            await learner.close()
+            raise
+        return learner
+
+    async def _join(self) -> None:
+        what, limit = "joining the process group and loading the student", self._config.start_timeout_s
+        host, port = (await self._call("open_store", [()], what=what, timeout_s=limit))[0]  # rank 0 only
+        await self._call("start", [(host, port)] * len(self._ranks), what=what, timeout_s=limit)
+
+    async def forward_backward(self, batch: TrainBatch) -> LossStats:
+        """Add the gradient of the batch's mean loss per trained token to the gradient buffers."""
+        what = f"learning from {batch.num_samples} samples"
+        parts = await self._call("forward_backward", [(m, batch.trained_tokens) for m in batch.ranks], what=what)
+        return sum(parts, NO_LOSS)
+
+    async def evaluate(self, batch: TrainBatch) -> LossStats:
+        """Compute the loss without a gradient."""
+        parts = await self._call("evaluate", [(m,) for m in batch.ranks], what=f"evaluating {batch.num_samples} samples")
+        return sum(parts, NO_LOSS)
+
+    async def optim_step(self) -> OptimStats:
+        """Apply and clear the gradients."""
+        return (await self._call("optim_step", [()] * len(self._ranks), what="in the optimizer step"))[0]
+
+    async def abort(self) -> None:
+        """Make the running `forward_backward` or `evaluate` raise `StepAborted` at its next microbatch."""
+        group = {"concurrency_group": "control"}
+        calls = [rank.abort.options(**group).remote() for rank in self._ranks]
+        await self._await(calls, what="being told to stop", timeout_s=self._config.step_timeout_s)
+
+    async def export_hf(self, folder: Path) -> None:
+        """Write config and safetensors (not the tokenizer) into an existing folder."""
+        await self._call("export", [(folder.resolve(),)] * len(self._ranks), what="writing a checkpoint")
+
+    async def memory_gib(self) -> float:
+        """Give the largest peak memory of a rank."""
+        return max(await self._call("memory_gib", [()] * len(self._ranks), what="reading its memory"))
+
+    async def close(self) -> None:
+        """End the ranks."""
+        for rank in self._ranks:
+            cluster.kill(rank)
+
+    async def _call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], *, what: str, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Call `method` on rank i with `arguments[i]`; ranks without arguments are left out."""
+        calls = [getattr(rank, method).remote(*args) for rank, args in zip(self._ranks, arguments, strict=False)]
+        return await self._await(calls, what=what, timeout_s=timeout_s or self._config.step_timeout_s)
+
+    async def _await(self, calls: Sequence[ray.ObjectRef], *, what: str, timeout_s: float) -> list[Any]:
+        waits = [
+            cluster.await_call(call, whom=f"learner rank {i}", what=what, timeout_s=timeout_s)
+            for i, call in enumerate(calls)
+        ]
+        try:
+            return list(await asyncio.gather(*waits))
+        except WorkerLost as lost:
+            raise LearnerLost(lost.whom, lost.what, lost.reason) from None
