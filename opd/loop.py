@@ -109,7 +109,7 @@ class Parts:
     checkpoints: Checkpoints
 
 
-class Stopped(Exception):  # noqa: N818 - not an error
+class Stopped(Exception):
     """The stop event was set while something was waited for."""
 
 
@@ -148,7 +148,9 @@ class ScoredBatches:
         started = time.perf_counter()
         samples = await self._scorer.score(samples)
         score_s = time.perf_counter() - started
-        return ScoredBatch(samples=samples, batch=pack_for(self._config, samples), score_s=score_s, source_state=source_state)
+        return ScoredBatch(
+            samples=samples, batch=pack_for(self._config, samples), score_s=score_s, source_state=source_state
+        )
 
 
 def pack_for(config: RunConfig, samples: Sequence[Sample]) -> TrainBatch:

@@ -47,14 +47,20 @@ def _answer(path: Path, function: Callable[..., Any], rank: int, port: int, args
 
 
 def make_rank(
-    rank: int, port: int, folder: Path, learner: LearnerConfig, objective: GkdObjective | None = None, steps: int = 10
+    rank: int,
+    port: int,
+    folder: Path,
+    learner: LearnerConfig,
+    objective: GkdObjective | None = None,
+    steps: int = 10,
+    vocab: int = 512,
 ) -> Any:
     """Give a `LearnerRank` that has joined its group; only in a process of `run_ranks`."""
     from opd.device import HostProfile
     from opd.learner.megatron import LearnerRank
 
     profile = HostProfile.cpu(num_cpus=1)
-    made = LearnerRank(folder, learner, objective or GkdObjective(), steps, rank, profile, 1)
+    made = LearnerRank(folder, learner, objective or GkdObjective(), steps, vocab, rank, profile, 1)
     if rank == 0:
         made.open_store("127.0.0.1", port)
     made.start("127.0.0.1", port)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch import Tensor
 from opd.config import GkdObjective
 from opd.learner.objectives import METRICS, gkd_loss, token_metrics
 
-_VOCAB_BLOCK = 16384
+_VOCAB_BLOCK = 8192
 """Rows of the head that are widened to fp32 at a time on a CPU."""
 
 
@@ -88,7 +89,12 @@ def _add_weight_grad(weight_grad: Tensor, logit_grad: Tensor, hidden: Tensor) ->
 
 
 def _chunk_loss(
-    hidden: Tensor, weight: Tensor, targets: LossTargets, objective: GkdObjective, scale: float, weight_grad: Tensor | None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: LossTargets,
+    objective: GkdObjective,
+    scale: float,
+    weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Give the metrics [C, len(METRICS)] and the hidden gradient [C, H] of one chunk; add to `weight_grad`."""
     probs = logits_fp32(hidden, weight)  # [C, V]; logits first, probabilities below, in the same memory
@@ -124,7 +130,7 @@ class _FusedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         targets: LossTargets,
@@ -143,18 +149,25 @@ class _FusedHeadLoss(torch.autograd.Function):
             assert grad is not None
             hidden_grad[rows] = grad
             sums += metrics.sum(0)
-        ctx.save_for_backward(hidden_grad, *([weight_grad] if main_grad is None else []))
+        ctx.grads = (
+            hidden_grad,
+            (weight_grad if main_grad is None else None),
+        )  # not saved tensors: scaled in place below
         ctx.mark_non_differentiable(sums)
         return sums[0] * scale, sums
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        upstream = grads[0]
-        hidden_grad, *weight_grad = ctx.saved_tensors  # type: ignore[attr-defined]
-        if not weight_grad and upstream.item() != 1.0:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        upstream = grads[0].item()
+        hidden_grad, weight_grad = ctx.grads
+        if weight_grad is None and upstream != 1.0:
             raise RuntimeError(f"the head's gradient is already in main_grad, but the loss is scaled by {upstream}")
-        head = (weight_grad[0] * upstream) if weight_grad else None
-        return hidden_grad * upstream.to(hidden_grad.dtype), head, None, None, None, None, None
+        if upstream != 1.0:
+            hidden_grad.mul_(upstream)
+            weight_grad.mul_(upstream)
+        head = None if weight_grad is None else weight_grad.to(hidden_grad.dtype)
+        ctx.grads = None  # frees them, and a second backward pass fails
+        return hidden_grad, head, None, None, None, None, None
 
 
 def fused_head_loss(

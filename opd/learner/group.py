@@ -32,6 +32,7 @@ class MegatronLearner:
         config: LearnerConfig,
         objective: GkdObjective,
         total_steps: int,
+        vocab_size: int,
         profile: HostProfile,
     ) -> MegatronLearner:
         """Give a learner whose ranks have loaded the student.
@@ -47,7 +48,7 @@ class MegatronLearner:
         made = [
             cluster.spawn(
                 LearnerRank,
-                (model_folder, config, objective, total_steps, rank, profile, threads),
+                (model_folder, config, objective, total_steps, vocab_size, rank, profile, threads),
                 whom=f"learner rank {rank}",
                 env={**profile.learner_env},
                 threads=threads,
@@ -77,7 +78,9 @@ class MegatronLearner:
 
     async def evaluate(self, batch: TrainBatch) -> LossStats:
         """Compute the loss without a gradient."""
-        parts = await self._call("evaluate", [(m,) for m in batch.ranks], what=f"evaluating {batch.num_samples} samples")
+        parts = await self._call(
+            "evaluate", [(m,) for m in batch.ranks], what=f"evaluating {batch.num_samples} samples"
+        )
         return sum(parts, NO_LOSS)
 
     async def optim_step(self) -> OptimStats:

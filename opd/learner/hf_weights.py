@@ -131,5 +131,3 @@ def export_hf(
         names = hf_names(name)
         for hf_name, part in zip(names, split(tensor.detach(), names, config), strict=True):
             yield hf_name, part.to(dtype).contiguous()
-
-

@@ -52,6 +52,7 @@ class LearnerRank:
         learner: LearnerConfig,
         objective: GkdObjective,
         total_steps: int,
+        vocab_size: int,
         rank: int,
         profile: HostProfile,
         threads: int,
@@ -60,6 +61,7 @@ class LearnerRank:
         self.rank = rank
         self._profile = profile
         self._total_steps = total_steps
+        self._vocab_size = vocab_size  # ids that count; embedding rows beyond are padding and get no probability
         self._folder = model_folder
         self._on_cpu = not profile.has_gpus
         self._device = torch.device(profile.torch_device)
@@ -166,7 +168,7 @@ class LearnerRank:
         def metrics(hidden: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
             sums = head_metrics(
                 hidden,
-                self.model.head_weight,
+                self.model.head_weight[: self._vocab_size],
                 self._targets(batch),
                 self.objective,
                 chunk_tokens=self.learner.loss_chunk_tokens,
@@ -181,7 +183,7 @@ class LearnerRank:
         kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
         def keep(hidden: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
-            logprobs = logits_fp32(hidden, self.model.head_weight).log_softmax(-1)
+            logprobs = logits_fp32(hidden, self.model.head_weight[: self._vocab_size]).log_softmax(-1)
             top = logprobs.topk(k)
             token = logprobs.gather(1, self._tensor(batch.target_ids)[:, None])[:, 0]
             kept.append((token.cpu().numpy(), top.indices.cpu().numpy(), top.values.cpu().numpy()))
@@ -232,12 +234,12 @@ class LearnerRank:
             weight = self.model.head_weight
             return fused_head_loss(
                 hidden,
-                weight,
+                weight.detach()[: self._vocab_size],
                 self._targets(batch),
                 self.objective,
                 scale=scale,
                 chunk_tokens=self.learner.loss_chunk_tokens,
-                main_grad=weight.main_grad,
+                main_grad=weight.main_grad[: self._vocab_size],
             )
 
         return loss
