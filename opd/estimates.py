@@ -1,4 +1,4 @@
-"""What a run will ask of memory and disk, from the sizes in the models' own files. Arithmetic, nothing is loaded.
+"""What a run will ask of memory and disk, from the sizes in the models' own files; no weight is loaded.
 
 The weights, gradients and optimizer state are exact; activations and libraries are rough, and marked so.
 """
@@ -15,14 +15,19 @@ from typing import TYPE_CHECKING
 import psutil
 from safetensors import SafetensorError, safe_open
 
-from opd.config import Dtype, LearnerConfig, TeacherConfig
+from opd.config import Dtype, LearnerConfig, RunConfig, TeacherConfig
+from opd.device import GIB, HostProfile
 from opd.model_support import head_dim
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PretrainedConfig
 
+    from opd.model_facts import ModelFacts
+
 BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
-PROCESS_BYTES = int(0.6 * 2**30)
+PROCESS_BYTES = int(0.6 * GIB)
 """Of a process that has loaded torch with vLLM or Megatron; 0.4 to 0.5 GiB were seen."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -64,6 +69,24 @@ class EngineMemory:
     def total(self) -> int:
         """All of it."""
         return self.weights + self.kv_cache + self.head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimates:
+    """Bytes that the run will ask for."""
+
+    learner: LearnerMemory
+    """Of one rank."""
+    engines: tuple[EngineMemory, ...]
+    """Of one engine of each teacher."""
+    total_memory: int
+    """All processes of a run on this machine's CPUs, libraries included."""
+    machine_memory: int
+    free_memory: int
+    checkpoint: int
+    checkpoints_kept: int
+    """At the same time, at most."""
+    free_disk: int
 
 
 def count_parameters(folder: Path) -> int:
@@ -117,7 +140,7 @@ def engine_memory(parameters: int, config: PretrainedConfig, teacher: TeacherCon
     head = text.vocab_size * text.hidden_size * (BYTES[teacher.dtype] if on_gpu else 4)
     return EngineMemory(
         weights=parameters * BYTES[teacher.dtype],
-        kv_cache=0 if on_gpu else int(teacher.kv_cache_gib * 2**30),
+        kv_cache=0 if on_gpu else int(teacher.kv_cache_gib * GIB),
         head=head if teacher.scoring == "hidden_states" else 0,
     )
 
@@ -146,3 +169,103 @@ def free_disk(folder: Path) -> int:
     """Give the free bytes where `folder` is, or will be made."""
     existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
     return shutil.disk_usage(existing).free
+
+
+def size_text(size: int) -> str:
+    """Give bytes as a person reads them."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB // 10 else f"{size / 2**20:.0f} MiB"
+
+
+def estimate(
+    config: RunConfig, host: HostProfile, student: ModelFacts, teachers: Sequence[ModelFacts], num_steps: int
+) -> Estimates:
+    """Give what the run will ask of this machine; read from headers and settings."""
+    run = config.run
+    learner = learner_memory(student.parameters, student.config, config.learner)
+    engines = tuple(
+        engine_memory(model.parameters, model.config, teacher, on_gpu=host.has_gpus)
+        for model, teacher in zip(teachers, config.teachers, strict=True)
+    )
+    ranks = config.learner.data_parallel
+    processes = 1 + ranks + sum(t.num_engines for t in config.teachers)
+    total = PROCESS_BYTES * processes
+    if not host.has_gpus:
+        total += ranks * learner.total
+        total += sum(t.num_engines * e.total for t, e in zip(config.teachers, engines, strict=True))
+    whole, free = machine_memory()
+    saves = 1 if not run.save_every else -(-num_steps // run.save_every)
+    return Estimates(
+        learner=learner,
+        engines=engines,
+        total_memory=total,
+        machine_memory=whole,
+        free_memory=free,
+        checkpoint=checkpoint_bytes(student.parameters, config.learner),
+        checkpoints_kept=min(saves, run.keep_last + 2),  # the best one, and the one that is being written
+        free_disk=free_disk(config.output_dir),
+    )
+
+
+def check_disk(config: RunConfig, estimates: Estimates) -> None:
+    """Stop when the checkpoints do not fit.
+
+    Raises:
+        ValueError: says what they need, and what to change.
+    """
+    needed = estimates.checkpoint * estimates.checkpoints_kept
+    if needed > estimates.free_disk:
+        raise ValueError(
+            f"output_dir {str(config.output_dir)!r} has {size_text(estimates.free_disk)} free, but "
+            f"{estimates.checkpoints_kept} checkpoints of {size_text(estimates.checkpoint)} need "
+            f"{size_text(needed)}; free space, name another output_dir, lower run.keep_last or raise run.save_every"
+        )
+
+
+def check_memory(config: RunConfig, host: HostProfile, estimates: Estimates) -> list[str]:
+    """Warn when the whole estimate exceeds what is free.
+
+    Raises:
+        ValueError: what is surely needed exceeds the machine.
+    """
+    if host.has_gpus:
+        return []
+    learner, ranks = estimates.learner, config.learner.data_parallel
+    engines = [(t.num_engines, e) for t, e in zip(config.teachers, estimates.engines, strict=True)]
+    state = ranks * learner.state + sum(count * e.total for count, e in engines)
+    remedy = _memory_remedy(config.learner, engines, learner)
+    if state > estimates.machine_memory:
+        raise ValueError(
+            f"the run needs {size_text(state)} for weights, gradients, optimizer and KV cache, but this machine has "
+            f"{size_text(estimates.machine_memory)}; {remedy}"
+        )
+    if estimates.total_memory > estimates.free_memory:
+        return [
+            f"the run may need {size_text(estimates.total_memory)} and {size_text(estimates.free_memory)} are "
+            f"free: it may be killed for memory; end other programs, or {remedy}"
+        ]
+    return []
+
+
+def _memory_remedy(learner: LearnerConfig, engines: Sequence[tuple[int, EngineMemory]], memory: LearnerMemory) -> str:
+    """Name what would help most."""
+    teachers = sum(count * engine.total for count, engine in engines)
+    if teachers > learner.data_parallel * memory.total:
+        return "choose a smaller teacher, teacher.dtype=bf16, fewer teacher.num_engines or less teacher.kv_cache_gib"
+    if memory.activations > memory.state:
+        return "lower learner.max_tokens_per_microbatch or set learner.recompute=true"
+    return "choose a smaller student, or lower learner.data_parallel"
+
+
+def kv_warnings(config: RunConfig, host: HostProfile, teachers: Sequence[ModelFacts], longest_sample: int) -> list[str]:
+    """Warn of a KV cache that may not hold the longest sample: vLLM would refuse to start."""
+    if host.has_gpus:
+        return []
+    warnings = []
+    for i, (model, teacher) in enumerate(zip(teachers, config.teachers, strict=True)):
+        needed = kv_cache_bytes(longest_sample + 1, model.config, teacher.dtype)
+        if needed > teacher.kv_cache_gib * GIB:
+            warnings.append(
+                f"teachers.{i}.kv_cache_gib is {teacher.kv_cache_gib:g}, but the longest sample "
+                f"({longest_sample} tokens) may need {size_text(needed)}; raise it"
+            )
+    return warnings
