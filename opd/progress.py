@@ -1,0 +1,281 @@
+"""What the person sees of a run: a header, a row a step, held-out measurements, a closing table.
+
+On a terminal a progress bar stays below the rows; elsewhere the same lines are plain. Everything also goes to `log.txt`
+of the run folder, and log messages come out between the rows. No line of ours needs more than 80 columns; paths and
+messages of others are never cut.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, SpinnerColumn, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+from opd.checkpoint import Checkpoint
+from opd.config import RunConfig
+from opd.loop import Outcome, StepReport
+from opd.metrics import HELDOUT
+from opd.types import LossStats
+
+_LOG_WIDTH = 100
+_COLUMNS = (
+    ("loss", 8),
+    ("fwd KL", 8),
+    ("tok/s", 7),
+    ("score s", 9),
+    ("idle", 6),
+    ("learn s", 9),
+    ("idle", 6),
+    ("left", 9),
+)
+_ROWS_PER_HEAD = 40
+_HELDOUT_LABELS = dict(zip(HELDOUT, ("forward KL", "reverse KL", "cross-entropy"), strict=True))
+_LABEL_WIDTH = 12
+
+
+class Progress:
+    """Shows a run on the screen and keeps the same text in its `log.txt`. Use as a context manager."""
+
+    def __init__(self, config: RunConfig, folder: Path, console: Console | None = None) -> None:
+        """Prepare, and show nothing yet.
+
+        Args:
+            config: the run's.
+            folder: the run's; `log.txt` in it is continued.
+            console: where to show; by default standard output.
+        """
+        self._config, self._folder = config, folder
+        self._screen = console or Console(highlight=False)
+        self._log_file = _open_unbuffered(folder / "log.txt")
+        self._log = Console(file=self._log_file, width=_LOG_WIDTH, no_color=True, highlight=False)
+        self._bar = RichProgress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[note]}", style="dim"),
+            console=self._screen,
+            transient=True,
+            refresh_per_second=2,  # the learner needs the cores
+            disable=not self._screen.is_terminal or self._screen.is_dumb_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=None, note="")
+        self._handlers: list[logging.Handler] = []
+        self._root_level = logging.WARNING
+        self._rows_since_head = 0
+        self._first_step_began: float | None = None
+        self._steps_seen = 0
+        self._first_heldout: LossStats | None = None
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Self:
+        root = logging.getLogger()
+        self._root_level = root.level
+        self._handlers = [_ScreenHandler(self._screen), _file_handler(self._log_file)]
+        for handler in self._handlers:
+            root.addHandler(handler)
+        root.setLevel(logging.INFO)
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+        root = logging.getLogger()
+        for handler in self._handlers:
+            root.removeHandler(handler)
+        root.setLevel(self._root_level)
+        self._log_file.close()
+
+    def header(self, *, train_rows: int, heldout_rows: int, resumed_from: Checkpoint | None = None) -> None:
+        """Say what is about to run."""
+        config = self._config
+        steps = f"{config.run.max_steps} steps of {config.run.samples_per_step} samples"
+        if resumed_from is not None:
+            steps += f", going on from {resumed_from.folder.name}"
+        rows = {
+            "student": config.student.model,
+            "teacher": ", ".join(teacher.model for teacher in config.teachers),
+            "data": f"{config.data.source}: {train_rows:,} rows to learn from, {heldout_rows:,} held out",
+            "training": steps,
+            **self._places(),
+        }
+        self._print(Text(f"Run {config.name}", style="bold"))
+        self._print_facts(rows)
+        self._print(Text())
+
+    def phase(self, text: str) -> None:
+        """Say what is being waited for outside the steps, as "starting the teacher engine"."""
+        self._bar.update(self._task, description=text, refresh=True)
+        if self._bar.disable:
+            self._screen.print(Text(text), soft_wrap=True)
+        self._log.print(Text(text), soft_wrap=True)
+
+    def step(self, report: StepReport) -> None:
+        """Show the row of one optimiser step."""
+        now = time.monotonic()
+        if self._first_step_began is None:
+            self._first_step_began = now - report.step_s
+        self._steps_seen += 1
+        max_steps = self._config.run.max_steps
+        left_s = (now - self._first_step_began) / self._steps_seen * (max_steps - report.step)
+        means = report.loss.means()
+        cells = [
+            f"{report.step}/{max_steps}",
+            _number(means.get("loss/total")),
+            _number(means.get("loss/forward_kl")),
+            f"{report.scored.batch.total_tokens / report.step_s:.0f}",
+            f"{report.scored.score_s:.1f}",
+            f"{report.wait_score_s / report.step_s:.0%}",
+            f"{report.learn_s:.1f}",
+            f"{report.wait_learn_s / report.step_s:.0%}",
+            _duration(left_s),
+        ]
+        if self._rows_since_head % _ROWS_PER_HEAD == 0:
+            self._print(Text(self._row(["step", *(name for name, _ in _COLUMNS)]), style="dim"))
+        self._rows_since_head += 1
+        self._print(Text(self._row(cells) + ("  skipped" if report.optim.skipped else "")))
+        note = f"{report.step}/{max_steps}, {_duration(now - self._began)} so far, {_duration(left_s)} left"
+        self._bar.update(
+            self._task, description="training", completed=report.step, total=max_steps, note=note, refresh=True
+        )
+
+    def evaluation(self, step: int, heldout: LossStats) -> None:
+        """Show the line of a held-out measurement."""
+        means = heldout.means()
+        before = self._first_heldout.means() if self._first_heldout else {}
+        self._first_heldout = self._first_heldout or heldout
+        now = means.get("loss/forward_kl")
+        change = _change(before.get("loss/forward_kl"), now)
+        text = (
+            f"held out, step {step}: fwd KL {_number(now)}{f' ({change})' if change else ''}, "
+            f"rev KL {_number(means.get('loss/reverse_kl'))}, CE {_number(means.get('loss/cross_entropy'))}"
+        )
+        self._print(Text(text, style="cyan"))
+
+    def summary(self, outcome: Outcome, *, newest: Path | None, best: Checkpoint | None) -> None:
+        """Show what the run came to.
+
+        Args:
+            outcome: the loop's.
+            newest: folder of the newest checkpoint.
+            best: the one with the lowest held-out KL.
+        """
+        self._bar.stop()
+        self._print(Text())
+        self._print(Text(self._ending(outcome), style="bold"))
+        if len(outcome.heldout) > 1:
+            self._print(_heldout_table(outcome))
+        facts = {}
+        if best is not None:
+            where = f"{best.folder.parent.name}/{best.folder.name}"
+            facts["best"] = f"{where}, held-out forward KL {_number(best.heldout_kl)}"
+        if newest is not None:
+            facts["checkpoint"] = _short(newest)
+        self._print_facts({**facts, **self._places()})
+
+    def _ending(self, outcome: Outcome) -> str:
+        max_steps = self._config.run.max_steps
+        steps = f"{outcome.steps} of {max_steps} steps in {_duration(time.monotonic() - self._began)}"
+        if outcome.stopped:
+            return f"Stopped by a signal after {steps}; go on with --resume"
+        return f"Done: {steps}" + ("" if outcome.steps == max_steps else ", then the data ended")
+
+    def _places(self) -> dict[str, str]:
+        return {
+            "run folder": _short(self._folder),
+            "watch": f"tensorboard --logdir {_short(self._config.output_dir)}",
+        }
+
+    def _row(self, cells: Sequence[str]) -> str:
+        step_width = max(9, 2 * len(str(self._config.run.max_steps)) + 3)
+        widths = [step_width, *(width for _, width in _COLUMNS)]
+        return "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+    def _print_facts(self, facts: dict[str, str]) -> None:
+        for label, text in facts.items():
+            self._print(Text.assemble("  ", (f"{label:<{_LABEL_WIDTH}}", "dim"), text))
+
+    def _print(self, what: RenderableType) -> None:
+        """Show it on the screen and in the log; a line that is too long for the screen stays whole for copying."""
+        soft_wrap = isinstance(what, Text)
+        self._screen.print(what, soft_wrap=soft_wrap)
+        self._log.print(what, soft_wrap=soft_wrap)
+
+
+class _ScreenHandler(logging.Handler):
+    """Prints our own messages, and the warnings of libraries, between the rows."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+        self.addFilter(lambda record: record.levelno >= logging.WARNING or _is_ours(record.name))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        style = "red" if record.levelno >= logging.ERROR else "yellow" if level else ""
+        source = "" if _is_ours(record.name) else f"[{record.name}] "
+        self._console.print(Text(f"{level}{source}{self.format(record)}", style=style), soft_wrap=True)
+
+
+def _is_ours(logger_name: str) -> bool:
+    return logger_name.split(".")[0] in ("opd", "__main__")
+
+
+def _file_handler(file: IO[str]) -> logging.Handler:
+    handler = logging.StreamHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    return handler
+
+
+def _open_unbuffered(path: Path) -> IO[str]:
+    """Open for appending; a full disk shows at once, not when the file is closed after another error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return io.TextIOWrapper(path.open("ab", buffering=0), encoding="utf-8", write_through=True)
+
+
+def _heldout_table(outcome: Outcome) -> Table:
+    first, last = min(outcome.heldout), max(outcome.heldout)
+    before, after = outcome.heldout[first].means(), outcome.heldout[last].means()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
+    table.add_column("held out, nats per token")
+    for title in (f"before (step {first})", f"after (step {last})", "change"):
+        table.add_column(title, justify="right")
+    for name, label in _HELDOUT_LABELS.items():
+        values = before.get(f"loss/{name}"), after.get(f"loss/{name}")
+        table.add_row(label, _number(values[0]), _number(values[1]), _change(*values))
+    return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.3g}"
+
+
+def _change(before: float | None, after: float | None) -> str:
+    """Give the change in per cent; nothing where there is nothing to compare with."""
+    return f"{(after - before) / before:+.1%}" if before and after is not None else ""
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _short(path: Path) -> str:
+    """Give a path as the person would type it here."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
