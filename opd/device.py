@@ -42,7 +42,7 @@ class HostProfile:
         return self.kind
 
     def engine_kwargs(self, *, kv_cache_gib: float, gpu_memory_utilization: float) -> dict[str, Any]:
-        """Give the arguments of `vllm.LLM` that depend on the host."""
+        """Give the arguments of vLLM that depend on the host."""
         if self.has_gpus:
             return {"gpu_memory_utilization": gpu_memory_utilization}
         # Compiling pays only after minutes here, and an explicit cache size skips vLLM's warm-up.

@@ -56,11 +56,11 @@ class TeacherEngine:
         if self._config.scoring == "hidden_states":
             from opd.score.vllm_hidden import HiddenStateScorer
 
-            self._scorer = HiddenStateScorer(self._llm_kwargs(spare=0), **sizes)
+            self._scorer = HiddenStateScorer(self._engine_args(spare=0), **sizes)
         else:
             from opd.score.vllm_prompt import PromptLogprobScorer
 
-            self._scorer = PromptLogprobScorer(self._llm_kwargs(spare=1), **sizes)
+            self._scorer = PromptLogprobScorer(self._engine_args(spare=1), **sizes)
         return EngineInfo(
             pid=os.getpid(),
             window=self._longest,
@@ -85,8 +85,8 @@ class TeacherEngine:
         """Give the peak resident set, or the device memory in use."""
         return self._profile.peak_memory_gib()
 
-    def _llm_kwargs(self, *, spare: int) -> dict[str, Any]:
-        """Give the arguments of `vllm.LLM` that both ways of scoring share."""
+    def _engine_args(self, *, spare: int) -> dict[str, Any]:
+        """Give the arguments of vLLM that both ways of scoring share."""
         config = self._config
         return {
             "model": self._folder,

@@ -65,10 +65,12 @@ class ScorerPool:
         config: Of the teacher.
         top_k: Ids kept per position.
         start_engine: Starts engine number `index`, or starts it again.
+        pause_s: Wait after a start that failed, before the next.
     """
 
-    def __init__(self, config: TeacherConfig, *, top_k: int, start_engine: StartEngine) -> None:
+    def __init__(self, config: TeacherConfig, *, top_k: int, start_engine: StartEngine, pause_s: float = 5.0) -> None:
         self._config = config
+        self._pause_s = pause_s
         self._start_engine = start_engine
         self._job_tokens = min(JOB_TOKENS, max(1, JOB_BYTES // (8 * top_k)))
         self._engines: dict[int, Engine] = {}
@@ -184,6 +186,11 @@ class ScorerPool:
                 return await self._start(index)
             except WorkerLost as again:
                 lost = again
+            except (ValueError, RuntimeError) as error:
+                # The same start went well before. What differs now is what the lost engine left: its memory is freed
+                # only when the last of its processes has gone.
+                lost = WorkerLost(lost.whom, "starting again", repr(error))
+                await asyncio.sleep(self._pause_s)
 
     async def _all_answered(self, waiting: set[asyncio.Future[EngineReply]]) -> None:
         """Wait for replies; raise what ended a server."""

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm import EngineArgs, LLMEngine, PoolingParams, PoolingRequestOutput, TokensPrompt
+from vllm import PoolingParams, PoolingRequestOutput
 from vllm.config import PoolerConfig
 
 from opd.config import Dtype
 from opd.device import HostProfile
 from opd.score.head import TeacherHead
 from opd.score.requests import ScoredTokens, ScoreRequest
+from opd.score.vllm_engine import VllmEngine
 from opd.types import TeacherScore
 
 
@@ -22,7 +23,7 @@ class HiddenStateScorer:
     """A vLLM engine without its lm_head, and the lm_head beside it.
 
     Args:
-        llm_kwargs: Of `vllm.LLM`; its `model` is an HF folder.
+        engine_args: Of vLLM; its `model` is an HF folder.
         top_k: Ids kept per position.
         vocab_size: Ids that count; columns beyond it are padding.
         dtype: What the teacher computes in.
@@ -30,25 +31,19 @@ class HiddenStateScorer:
     """
 
     def __init__(
-        self, llm_kwargs: Mapping[str, Any], *, top_k: int, vocab_size: int, dtype: Dtype, profile: HostProfile
+        self, engine_args: Mapping[str, Any], *, top_k: int, vocab_size: int, dtype: Dtype, profile: HostProfile
     ) -> None:
         self._top_k = top_k
-        self._head = TeacherHead(Path(llm_kwargs["model"]), vocab_size=vocab_size, dtype=dtype, profile=profile)
-        # Not vllm.LLM: for this task it insists on a tokenizer.
-        self._engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                **llm_kwargs,
-                runner="pooling",
-                convert="embed",
-                pooler_config=PoolerConfig(task="token_embed", use_activation=False),
-            )
-        )
-        self._requests_sent = 0
+        self._head = TeacherHead(Path(engine_args["model"]), vocab_size=vocab_size, dtype=dtype, profile=profile)
+        pooler = PoolerConfig(task="token_embed", use_activation=False)
+        self._engine = VllmEngine({**engine_args, "runner": "pooling", "convert": "embed", "pooler_config": pooler})
+        self._params = PoolingParams(task="token_embed", use_activation=False)
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoredTokens]:
         """Score sequences, in order."""
+        outputs = self._engine.run(requests, self._params, PoolingRequestOutput)
         hidden, targets = [], []
-        for request, output in zip(requests, self._encode(requests), strict=True):
+        for request, output in zip(requests, outputs, strict=True):
             states: torch.Tensor = output.outputs.data
             if len(states) != len(output.prompt_token_ids):
                 raise RuntimeError(f"vLLM gave {len(states)} hidden states for {len(output.prompt_token_ids)} tokens")
@@ -69,18 +64,3 @@ class HiddenStateScorer:
             )
             for ids, end in zip(targets, ends.tolist(), strict=True)
         ]
-
-    def _encode(self, requests: Sequence[ScoreRequest]) -> list[PoolingRequestOutput]:
-        """Give the outputs with the hidden states, in order."""
-        numbers = range(self._requests_sent, self._requests_sent + len(requests))
-        self._requests_sent += len(requests)
-        for number, request in zip(numbers, requests, strict=True):
-            prompt = TokensPrompt(prompt_token_ids=request.ids.tolist())
-            self._engine.add_request(str(number), prompt, PoolingParams(task="token_embed", use_activation=False))
-        outputs: dict[str, PoolingRequestOutput] = {}
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                assert isinstance(output, PoolingRequestOutput)
-                if output.finished:
-                    outputs[output.request_id] = output
-        return [outputs[str(number)] for number in numbers]

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import RequestOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs
 
 from opd.config import Dtype
 from opd.device import HostProfile
 from opd.score.head import set_matmul_precision
 from opd.score.requests import ScoredTokens, ScoreRequest
+from opd.score.vllm_engine import VllmEngine
 from opd.types import TeacherScore
 
 
@@ -32,7 +33,7 @@ class PromptLogprobScorer:
     """A vLLM engine that gives log-probabilities of its prompts.
 
     Args:
-        llm_kwargs: Of `vllm.LLM`; `max_model_len` needs one position to spare.
+        engine_args: Of vLLM; `max_model_len` needs one position to spare.
         top_k: Ids kept per position.
         vocab_size: Ids that count; columns beyond it are padding.
         dtype: What the teacher computes in.
@@ -40,22 +41,26 @@ class PromptLogprobScorer:
     """
 
     def __init__(
-        self, llm_kwargs: Mapping[str, Any], *, top_k: int, vocab_size: int, dtype: Dtype, profile: HostProfile
+        self, engine_args: Mapping[str, Any], *, top_k: int, vocab_size: int, dtype: Dtype, profile: HostProfile
     ) -> None:
         self._top_k = top_k
-        self._llm = LLM(
-            **llm_kwargs,
-            max_logprobs=top_k,
-            logprobs_mode="raw_logprobs",
-            hf_overrides={"head_dtype": "float32"},  # bf16 logits lose up to 6 % of the loss
-            worker_extension_cls=f"{HeadSettings.__module__}.{HeadSettings.__qualname__}",
+        self._engine = VllmEngine(
+            {
+                **engine_args,
+                "max_logprobs": top_k,
+                "logprobs_mode": "raw_logprobs",
+                "hf_overrides": {"head_dtype": "float32"},  # bf16 logits lose up to 6 % of the loss
+                "worker_extension_cls": f"{HeadSettings.__module__}.{HeadSettings.__qualname__}",
+            }
         )
-        stored = self._llm.model_config.get_vocab_size()
-        if vocab_size > stored:
-            raise ValueError(f"the teacher has {stored} ids, fewer than the {vocab_size} to be scored")
+        if vocab_size > self._engine.vocab_size:
+            raise ValueError(
+                f"the teacher in {engine_args['model']} has {self._engine.vocab_size} ids, fewer than the "
+                f"{vocab_size} to be scored"
+            )
         # The operands came from bf16, so rounding them to it again is exact.
         rounds = dtype == "bf16" and profile.bf16_products == "upcast"
-        self._llm.collective_rpc("set_up_head", args=(vocab_size, "bf16" if rounds else "ieee"))
+        self._engine.call_workers("set_up_head", vocab_size, "bf16" if rounds else "ieee")
         # Every value is given, whatever the model's generation_config.json says; one token has to be generated.
         self._sampling = SamplingParams(
             n=1,
@@ -74,8 +79,7 @@ class PromptLogprobScorer:
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoredTokens]:
         """Score sequences, in order."""
-        prompts = [TokensPrompt(prompt_token_ids=request.ids.tolist()) for request in requests]
-        outputs = self._llm.generate(prompts, self._sampling, use_tqdm=False)
+        outputs = self._engine.run(requests, self._sampling, RequestOutput)
         answers = []
         for request, output in zip(requests, outputs, strict=True):
             rows = output.prompt_logprobs
