@@ -21,81 +21,92 @@ Seconds = Annotated[float, Field(gt=0)]
 class Config(BaseModel):
     """Frozen, refuses unknown keys, and converts no types but int to float."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
 
 class StudentConfig(Config):
     """The model that is trained."""
 
     model: str = Field(description="HF folder, hub id, or builtin:NAME")
-    revision: str | None = Field(None, description="hub revision")
+    revision: str | None = Field(default=None, description="hub revision")
 
 
 class TeacherConfig(Config):
     """The model that is imitated, served by vLLM engines."""
 
-    name: str = Field("teacher", pattern=r"^[A-Za-z0-9_.-]+$", description="name in metrics and messages")
+    name: str = Field(default="teacher", pattern=r"^[A-Za-z0-9_.-]+$", description="name in metrics and messages")
     model: str = Field(description="HF folder, hub id, or builtin:NAME")
-    revision: str | None = Field(None, description="hub revision")
-    dtype: Dtype = Field("bf16", description="the engines' compute type")
-    num_engines: Positive = Field(1, description="vLLM engines; samples go to the least loaded")
-    tensor_parallel: Positive = Field(1, description="GPUs (or CPU worker processes) of one engine")
+    revision: str | None = Field(default=None, description="hub revision")
+    dtype: Dtype = Field(default="bf16", description="the engines' compute type")
+    num_engines: Positive = Field(default=1, description="vLLM engines; samples go to the least loaded")
+    tensor_parallel: Positive = Field(default=1, description="GPUs (or CPU worker processes) of one engine")
     scoring: Literal["hidden_states", "prompt_logprobs"] = Field(
-        "hidden_states",
+        default="hidden_states",
         description="hidden_states: project the response rows only (faster); prompt_logprobs: vLLM's own top-K",
     )
-    max_batched_tokens: Positive = Field(2048, description="tokens that an engine prefills at once")
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(0.85, description="GPU: share vLLM may take")
-    kv_cache_gib: Annotated[float, Field(gt=0)] = Field(0.5, description="CPU: GiB of KV cache of one engine")
-    start_timeout_s: Seconds = Field(600.0, description="longest wait for an engine to load")
-    score_timeout_s: Seconds = Field(300.0, description="longest wait for one request to an engine")
-    max_restarts: NonNegative = Field(3, description="restarts of lost engines in a run before it stops")
+    max_batched_tokens: Positive = Field(default=2048, description="tokens that an engine prefills at once")
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.85, description="GPU: share vLLM may take"
+    )
+    kv_cache_gib: Annotated[float, Field(gt=0)] = Field(default=0.5, description="CPU: GiB of KV cache of one engine")
+    start_timeout_s: Seconds = Field(default=600.0, description="longest wait for an engine to load")
+    score_timeout_s: Seconds = Field(default=300.0, description="longest wait for one request to an engine")
+    max_restarts: NonNegative = Field(default=3, description="restarts of lost engines in a run before it stops")
 
 
 class DataConfig(Config):
     """Prompts and reference answers."""
 
     source: str = Field(description="file, folder or glob (.jsonl .json .csv .parquet), hub:NAME, reasoning_gym:TASK")
-    split: str = Field("train", description="hub: which split")
-    subset: str | None = Field(None, description="hub: which subset (configuration)")
-    task_options: dict[str, Any] = Field({}, description="reasoning_gym: options of the task")
-    task_rows: Positive = Field(1000, description="reasoning_gym: rows to generate")
-    max_rows: Positive | None = Field(None, description="read only the first rows")
-    heldout_source: str | None = Field(None, description="like source; unset: rows are set aside from source")
-    heldout_rows: NonNegative = Field(32, description="rows to evaluate on, never trained on; 0: no evaluation")
-    prompt_column: str = Field("question", description="column with the question; dots reach into nested columns")
-    response_column: str = Field("answer", description="column with the reference answer")
+    split: str = Field(default="train", description="hub: which split")
+    subset: str | None = Field(default=None, description="hub: which subset (configuration)")
+    task_options: dict[str, Any] = Field(default={}, description="reasoning_gym: options of the task")
+    task_rows: Positive = Field(default=1000, description="reasoning_gym: rows to generate")
+    max_rows: Positive | None = Field(default=None, description="read only the first rows")
+    heldout_source: str | None = Field(default=None, description="like source; unset: rows are set aside from source")
+    heldout_rows: NonNegative = Field(default=32, description="rows to evaluate on, never trained on; 0: no evaluation")
+    prompt_column: str = Field(
+        default="question", description="column with the question; dots reach into nested columns"
+    )
+    response_column: str = Field(default="answer", description="column with the reference answer")
     messages_column: str | None = Field(
-        None, description="column with chat messages ending in the answer, instead of the two"
+        default=None, description="column with chat messages ending in the answer, instead of the two"
     )
-    system_prompt: str | None = Field(None, description="system message put before rows that have none")
+    system_prompt: str | None = Field(default=None, description="system message put before rows that have none")
     system_role: Literal["template", "merge"] = Field(
-        "template", description="merge: system text goes to the front of the first user turn, for templates without it"
+        default="template",
+        description="merge: system text goes to the front of the first user turn, for templates without it",
     )
-    answer_processor: Literal["none", "gsm8k"] = Field("none", description="gsm8k: takes calculator marks out")
-    chat_template_options: dict[str, Any] = Field({}, description="passed to the chat template, as enable_thinking")
+    answer_processor: Literal["none", "gsm8k"] = Field(default="none", description="gsm8k: takes calculator marks out")
+    chat_template_options: dict[str, Any] = Field(
+        default={}, description="passed to the chat template, as enable_thinking"
+    )
     control_text: Literal["split", "refuse"] = Field(
-        "split", description="text that spells a control token: split it into plain tokens, or refuse the row"
+        default="split", description="text that spells a control token: split it into plain tokens, or refuse the row"
     )
-    max_prompt_tokens: Positive = Field(512, description="longer prompts are refused")
-    max_response_tokens: Positive = Field(512, description="longest response, end token included")
+    max_prompt_tokens: Positive = Field(default=512, description="longer prompts are refused")
+    max_response_tokens: Positive = Field(default=512, description="longest response, end token included")
     overlong_response: Literal["refuse", "truncate"] = Field(
-        "refuse", description="truncate: keep the first tokens, train no end token"
+        default="refuse", description="truncate: keep the first tokens, train no end token"
     )
-    max_refused_share: Share = Field(0.01, description="share of rows that may be refused before the run stops")
-    shuffle: bool = Field(True, description="seeded order, new in every epoch; false: file order")
+    max_refused_share: Share = Field(default=0.01, description="share of rows that may be refused before the run stops")
+    shuffle: bool = Field(default=True, description="seeded order, new in every epoch; false: file order")
 
 
 class GkdObjective(Config):
     """Generalised knowledge distillation: see docs/objectives.md."""
 
-    beta: Share = Field(0.5, description="0: forward KL(T||S); 1: reverse KL(S||T); between: generalised JSD")
-    temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="of both sides; not 1 needs tail=renormalize")
-    top_k: Positive = Field(64, description="teacher ids kept per position")
-    tail: Literal["bucket", "renormalize"] = Field(
-        "bucket", description="the mass outside the top K: one more class, or dropped and the rest rescaled"
+    beta: Share = Field(default=0.5, description="0: forward KL(T||S); 1: reverse KL(S||T); between: generalised JSD")
+    temperature: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="of both sides; not 1 needs tail=renormalize"
     )
-    ce_weight: Annotated[float, Field(ge=0)] = Field(0.0, description="weight of cross-entropy on data set answers")
+    top_k: Positive = Field(default=64, description="teacher ids kept per position")
+    tail: Literal["bucket", "renormalize"] = Field(
+        default="bucket", description="the mass outside the top K: one more class, or dropped and the rest rescaled"
+    )
+    ce_weight: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="weight of cross-entropy on data set answers"
+    )
 
     @model_validator(mode="after")
     def _check_temperature(self) -> Self:
@@ -110,50 +121,56 @@ class GkdObjective(Config):
 class LearnerConfig(Config):
     """The Megatron-core learner."""
 
-    dtype: Dtype = Field("bf16", description="compute type; master weights and Adam state are fp32 in both cases")
-    lr: Annotated[float, Field(gt=0)] = Field(1e-5, description="peak learning rate")
-    min_lr: Annotated[float, Field(ge=0)] = Field(0.0, description="what the schedule decays to")
-    schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="decay after the warm-up")
-    warmup_steps: NonNegative = Field(0, description="steps of linear rise from 0")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="decoupled, on matrices only")
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="Adam's first-moment decay")
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="Adam's second-moment decay")
-    adam_eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="Adam's epsilon")
-    clip_grad_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="largest gradient norm; 0: no clipping")
-    data_parallel: Positive = Field(1, description="learner ranks, each with a copy of the student")
-    distributed_optimizer: bool = Field(False, description="split Adam's state over the data-parallel ranks")
-    max_tokens_per_microbatch: Positive = Field(2048, description="samples are packed up to this many tokens")
-    recompute: bool = Field(False, description="recompute activations in the backward pass: slower, smaller")
-    loss_chunk_tokens: Positive = Field(256, description="tokens whose logits exist at the same time")
-    threads: NonNegative = Field(0, description="CPU threads of one rank; 0: shared out evenly")
-    start_timeout_s: Seconds = Field(600.0, description="longest wait for a rank to load")
-    step_timeout_s: Seconds = Field(1800.0, description="longest wait for a rank in one step")
+    dtype: Dtype = Field(
+        default="bf16", description="compute type; master weights and Adam state are fp32 in both cases"
+    )
+    lr: Annotated[float, Field(gt=0)] = Field(default=1e-5, description="peak learning rate")
+    min_lr: Annotated[float, Field(ge=0)] = Field(default=0.0, description="what the schedule decays to")
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="decay after the warm-up")
+    warmup_steps: NonNegative = Field(default=0, description="steps of linear rise from 0")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="decoupled, on matrices only")
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="Adam's first-moment decay")
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="Adam's second-moment decay")
+    adam_eps: Annotated[float, Field(gt=0)] = Field(default=1e-8, description="Adam's epsilon")
+    clip_grad_norm: Annotated[float, Field(ge=0)] = Field(
+        default=1.0, description="largest gradient norm; 0: no clipping"
+    )
+    data_parallel: Positive = Field(default=1, description="learner ranks, each with a copy of the student")
+    distributed_optimizer: bool = Field(default=False, description="split Adam's state over the data-parallel ranks")
+    max_tokens_per_microbatch: Positive = Field(default=2048, description="samples are packed up to this many tokens")
+    recompute: bool = Field(default=False, description="recompute activations in the backward pass: slower, smaller")
+    loss_chunk_tokens: Positive = Field(default=256, description="tokens whose logits exist at the same time")
+    threads: NonNegative = Field(default=0, description="CPU threads of one rank; 0: shared out evenly")
+    start_timeout_s: Seconds = Field(default=600.0, description="longest wait for a rank to load")
+    step_timeout_s: Seconds = Field(default=1800.0, description="longest wait for a rank in one step")
 
 
 class LoopConfig(Config):
     """Steps, evaluation, checkpoints."""
 
     max_steps: Positive = Field(description="optimiser steps")
-    samples_per_step: Positive = Field(16, description="samples of one optimiser step, over all ranks")
-    max_epochs: Positive | None = Field(None, description="stop after this many passes, even before max_steps")
-    seed: int = Field(0, description="of data order")
-    prefetch_steps: NonNegative = Field(1, description="coming steps that are scored while the learner learns")
-    eval_every: NonNegative = Field(10, description="steps between held-out evaluations; 0: first and last only")
-    save_every: NonNegative = Field(0, description="steps between checkpoints; 0: at the end only")
-    keep_last: Positive = Field(2, description="newest checkpoints kept, besides the best by held-out KL")
-    text_samples: NonNegative = Field(2, description="trained samples shown in TensorBoard at each evaluation")
+    samples_per_step: Positive = Field(default=16, description="samples of one optimiser step, over all ranks")
+    max_epochs: Positive | None = Field(default=None, description="stop after this many passes, even before max_steps")
+    seed: int = Field(default=0, description="of data order")
+    prefetch_steps: NonNegative = Field(default=1, description="coming steps that are scored while the learner learns")
+    eval_every: NonNegative = Field(
+        default=10, description="steps between held-out evaluations; 0: first and last only"
+    )
+    save_every: NonNegative = Field(default=0, description="steps between checkpoints; 0: at the end only")
+    keep_last: Positive = Field(default=2, description="newest checkpoints kept, besides the best by held-out KL")
+    text_samples: NonNegative = Field(default=2, description="trained samples shown in TensorBoard at each evaluation")
 
 
 class RunConfig(Config):
     """A whole run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="the run folder's name")
-    output_dir: Path = Field(Path("runs"), description="where run folders are made", strict=False)
+    output_dir: Path = Field(default=Path("runs"), description="where run folders are made", strict=False)
     student: StudentConfig
     teachers: list[TeacherConfig] = Field(min_length=1, max_length=1)
     data: DataConfig
-    rollout: None = Field(None, description="no student engine: answers come from the data set")
-    weight_sync: None = Field(None, description="nothing to broadcast to")
+    rollout: None = Field(default=None, description="no student engine: answers come from the data set")
+    weight_sync: None = Field(default=None, description="nothing to broadcast to")
     objective: GkdObjective = GkdObjective()
     learner: LearnerConfig = LearnerConfig()
     run: LoopConfig

@@ -4,8 +4,8 @@
       source.next_samples ─► scorer.score ─► pack ──queue──► forward_backward ─► optim_step ─► report
       waits for room in the queue                            waits for a scored batch
 
-The queue holds `run.prefetch_steps` batches: the teacher scores coming steps while the learner learns. At 0 the two take
-turns. Whatever ends the loop early (a signal, an error outside the learner) still leaves a checkpoint of the last step.
+The queue holds `run.prefetch_steps` batches: the teacher scores coming steps while the learner learns. At 0 the two
+take turns. Whatever ends the loop early (a signal, an error outside the learner) leaves a checkpoint of the last step.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ async def _train(
     stop: asyncio.Event,
 ) -> None:
     run = config.run
-    measured = await _until(_score_heldout(config, parts, heldout), stop)
+    measured = await until_stopped(_score_heldout(config, parts, heldout), stop)
     await _evaluate(parts, measured, outcome, stop)
     more = True
     while more:
@@ -214,12 +214,12 @@ async def _train(
 async def _step(config: RunConfig, parts: Parts, batches: ScoredBatches, outcome: Outcome, stop: asyncio.Event) -> bool:
     """Do one optimiser step; False when there is no data left."""
     started = time.perf_counter()
-    scored = await _until(batches.next(config.run.max_steps), stop)
+    scored = await until_stopped(batches.next(config.run.max_steps), stop)
     if scored is None:
         log.info("the data ended after %d steps", outcome.steps)
         return False
     ready = time.perf_counter()
-    loss = await _until(parts.learner.forward_backward(scored.batch), stop, parts.learner)
+    loss = await until_stopped(parts.learner.forward_backward(scored.batch), stop, parts.learner)
     step = outcome.steps + 1
     if not all(math.isfinite(total) for total in loss.sums.values()):
         names = ", ".join(sorted(s.sample_id for s in scored.samples))
@@ -253,7 +253,7 @@ async def _score_heldout(config: RunConfig, parts: Parts, heldout: Sequence[Samp
 async def _evaluate(parts: Parts, heldout: TrainBatch | None, outcome: Outcome, stop: asyncio.Event) -> None:
     if heldout is None or outcome.steps in outcome.heldout:
         return
-    stats = await _until(parts.learner.evaluate(heldout), stop, parts.learner)
+    stats = await until_stopped(parts.learner.evaluate(heldout), stop, parts.learner)
     outcome.heldout[outcome.steps] = stats
     parts.observer.evaluation(outcome.steps, stats)
 
@@ -268,7 +268,7 @@ async def _save(parts: Parts, outcome: Outcome) -> None:
     outcome.saved_step = outcome.steps
 
 
-async def _until(call: Awaitable[Answer], stop: asyncio.Event, learner: Learner | None = None) -> Answer:
+async def until_stopped(call: Awaitable[Answer], stop: asyncio.Event, learner: Learner | None = None) -> Answer:
     """Wait for `call`, or for `stop`; then `learner`, if it is at work, is told to abort.
 
     Raises:

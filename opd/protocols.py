@@ -57,11 +57,7 @@ class Learner(Protocol):
         ...
 
     async def abort(self) -> None:
-        """Make the `forward_backward` or `evaluate` under way raise `StepAborted` soon; the weights stay as they are."""
-        ...
-
-    async def memory_gib(self) -> float:
-        """Give the largest peak memory of a rank."""
+        """Make the `forward_backward` or `evaluate` under way raise `StepAborted` soon; weights stay as they are."""
         ...
 
     async def export_hf(self, folder: Path) -> None:

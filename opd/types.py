@@ -174,5 +174,7 @@ class OptimStats:
     grad_norm: float
     """Before clipping."""
     lr: float
+    memory_gib: float = 0.0
+    """Peak memory of the rank that answers, or of the largest of several."""
     skipped: bool = False
     """True when the step had nothing to train on: the weights are unchanged."""

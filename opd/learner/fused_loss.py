@@ -6,16 +6,14 @@ only (`objectives.py`), with gradient `g = ∂loss/∂a` from autograd on `[C, K
 
     ∂loss/∂z = scatter(g at ids) - (Σ_k g_k) p
 
-holds for every objective. The head's share of the hidden gradient is `c·(p W) + Σ_k g_k W[id_k]` with `c = -Σ_k g_k`, and
-`p W` also gives the student's exact entropy, `lse - (p W)·h`, at no further pass over the logits.
+holds for every objective. The hidden gradient is `c·(p W) + Σ_k g_k W[id_k]` with `c = -Σ_k g_k`, and `p W` also gives
+the student's exact entropy, `lse - (p W)·h`, at no further pass over the logits.
 
 Shapes: `N` trained tokens, `C` of one chunk, `H` hidden size, `V` vocabulary, `K` teacher ids kept per position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +21,8 @@ import torch
 from torch import Tensor
 
 from opd.config import GkdObjective
-from opd.learner.objectives import METRICS, gkd_loss, token_metrics
+from opd.learner.objectives import TOKEN_METRICS, gkd_loss, token_metrics
+from opd.matmul import fp32_precision
 
 _VOCAB_BLOCK = 8192
 """Rows of the head that are widened to fp32 at a time on a CPU."""
@@ -47,21 +46,6 @@ class LossTargets:
         )
 
 
-@contextmanager
-def _bf16_products_in_fp32() -> Iterator[None]:
-    """Let oneDNN multiply fp32 tensors by rounding them to bf16 while it adds in, and gives back, fp32.
-
-    Exact for tensors that were bf16 before. This is the CPU's way to fp32 logits from bf16 weights: a bf16 result
-    would round every logit near 20 by up to 0.06, which biases a divergence by several per cent.
-    """
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.matmul.fp32_precision = before
-
-
 def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
     """Give `hidden @ weight.T` [C, V] in fp32 at least, accumulated in fp32 whatever the inputs' type."""
     if hidden.dtype != torch.bfloat16:
@@ -70,7 +54,7 @@ def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     logits = torch.empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
     wide = hidden.float()
-    with _bf16_products_in_fp32():
+    with fp32_precision("bf16"):
         for start in range(0, weight.shape[0], _VOCAB_BLOCK):
             block = slice(start, start + _VOCAB_BLOCK)
             torch.mm(wide, weight[block].float().T, out=logits[:, block])
@@ -84,7 +68,7 @@ def _add_weight_grad(weight_grad: Tensor, logit_grad: Tensor, hidden: Tensor) ->
     elif hidden.is_cuda:
         weight_grad.add_(torch.mm(logit_grad.to(hidden.dtype).T, hidden, out_dtype=torch.float32))
     else:
-        with _bf16_products_in_fp32():
+        with fp32_precision("bf16"):
             weight_grad.addmm_(logit_grad.T, hidden.float())
 
 
@@ -96,7 +80,7 @@ def _chunk_loss(
     scale: float,
     weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Give the metrics [C, len(METRICS)] and the hidden gradient [C, H] of one chunk; add to `weight_grad`."""
+    """Give the metrics [C, len(TOKEN_METRICS)] and the hidden gradient [C, H] of one chunk; add to `weight_grad`."""
     probs = logits_fp32(hidden, weight)  # [C, V]; logits first, probabilities below, in the same memory
     vocab_size = weight.shape[0]
     picked = probs.gather(1, targets.ids)
@@ -142,7 +126,7 @@ class _FusedHeadLoss(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         weight_grad = torch.zeros_like(weight, dtype=wide) if main_grad is None else main_grad
         hidden_grad = torch.empty_like(hidden)
-        sums = torch.zeros(len(METRICS), dtype=wide, device=hidden.device)
+        sums = torch.zeros(len(TOKEN_METRICS), dtype=wide, device=hidden.device)
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, min(start + chunk_tokens, hidden.shape[0]))
             metrics, grad = _chunk_loss(hidden[rows], weight, targets.rows(rows), objective, scale, weight_grad)
@@ -160,9 +144,9 @@ class _FusedHeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         upstream = grads[0].item()
         hidden_grad, weight_grad = ctx.grads
-        if weight_grad is None and upstream != 1.0:
-            raise RuntimeError(f"the head's gradient is already in main_grad, but the loss is scaled by {upstream}")
         if upstream != 1.0:
+            if weight_grad is None:
+                raise RuntimeError(f"the head's gradient is already in main_grad, but the loss is scaled by {upstream}")
             hidden_grad.mul_(upstream)
             weight_grad.mul_(upstream)
         head = None if weight_grad is None else weight_grad.to(hidden_grad.dtype)
@@ -193,7 +177,7 @@ def fused_head_loss(
             gets the head's gradient.
 
     Returns:
-        The loss, Σ token losses × `scale`, and the sums over tokens of `METRICS` (not differentiable).
+        The loss, Σ token losses × `scale`, and the sums over tokens of `TOKEN_METRICS` (not differentiable).
     """
     return _FusedHeadLoss.apply(hidden, weight, targets, objective, scale, chunk_tokens, main_grad)  # type: ignore[return-value]
 
@@ -202,8 +186,8 @@ def fused_head_loss(
 def head_metrics(
     hidden: Tensor, weight: Tensor, targets: LossTargets, objective: GkdObjective, *, chunk_tokens: int
 ) -> Tensor:
-    """Give the sums over tokens of `METRICS` without a gradient; arguments as in `fused_head_loss`."""
-    sums = torch.zeros(len(METRICS), dtype=torch.promote_types(weight.dtype, torch.float32), device=hidden.device)
+    """Give the sums over tokens of `TOKEN_METRICS` without a gradient; arguments as in `fused_head_loss`."""
+    sums = torch.zeros(len(TOKEN_METRICS), dtype=torch.promote_types(weight.dtype, torch.float32), device=hidden.device)
     for start in range(0, hidden.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         sums += _chunk_loss(hidden[rows], weight, targets.rows(rows), objective, 1.0, None)[0].sum(0)

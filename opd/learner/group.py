@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,19 @@ from opd.config import GkdObjective, LearnerConfig
 from opd.device import HostProfile
 from opd.errors import LearnerLost, WorkerLost
 from opd.types import NO_LOSS, LossStats, OptimStats, TrainBatch
+
+
+class RankActor:
+    """A `LearnerRank` in an actor; the driver imports this class, and so needs no megatron."""
+
+    def __init__(self, *args: Any) -> None:
+        from opd.learner.megatron import LearnerRank  # here: seconds, and hundreds of MiB, in the actor only
+
+        self._rank = LearnerRank(*args)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the rank."""
+        return getattr(self._rank, method)(*args)
 
 
 class MegatronLearner:
@@ -41,13 +55,11 @@ class MegatronLearner:
             WorkerLost: a rank died or was not ready within `learner.start_timeout_s`.
             ValueError: the student cannot be trained, see `model.check_supported`, or the cluster is too small.
         """
-        from opd.learner.megatron import LearnerRank  # pulls in megatron: only when a learner starts
-
         size = config.data_parallel
         threads = config.threads or max(1, profile.num_cpus // size)
         made = [
             cluster.spawn(
-                LearnerRank,
+                RankActor,
                 (model_folder, config, objective, total_steps, vocab_size, rank, profile, threads),
                 whom=f"learner rank {rank}",
                 env={**profile.learner_env},
@@ -85,21 +97,18 @@ class MegatronLearner:
 
     async def optim_step(self) -> OptimStats:
         """Apply and clear the gradients."""
-        return (await self._call("optim_step", [()] * len(self._ranks), what="in the optimizer step"))[0]
+        parts: list[OptimStats] = await self._call("optim_step", [()] * len(self._ranks), what="in the optimizer step")
+        return dataclasses.replace(parts[0], memory_gib=max(p.memory_gib for p in parts))
 
     async def abort(self) -> None:
         """Make the running `forward_backward` or `evaluate` raise `StepAborted` at its next microbatch."""
         group = {"concurrency_group": "control"}
-        calls = [rank.abort.options(**group).remote() for rank in self._ranks]
+        calls = [rank.call.options(**group).remote("abort") for rank in self._ranks]
         await self._await(calls, what="being told to stop", timeout_s=self._config.step_timeout_s)
 
     async def export_hf(self, folder: Path) -> None:
         """Write config and safetensors (not the tokenizer) into an existing folder."""
         await self._call("export", [(folder.resolve(),)] * len(self._ranks), what="writing a checkpoint")
-
-    async def memory_gib(self) -> float:
-        """Give the largest peak memory of a rank."""
-        return max(await self._call("memory_gib", [()] * len(self._ranks), what="reading its memory"))
 
     async def close(self) -> None:
         """End the ranks."""
@@ -110,7 +119,7 @@ class MegatronLearner:
         self, method: str, arguments: Sequence[tuple[Any, ...]], *, what: str, timeout_s: float | None = None
     ) -> list[Any]:
         """Call `method` on rank i with `arguments[i]`; ranks without arguments are left out."""
-        calls = [getattr(rank, method).remote(*args) for rank, args in zip(self._ranks, arguments, strict=False)]
+        calls = [rank.call.remote(method, *args) for rank, args in zip(self._ranks, arguments, strict=False)]
         return await self._await(calls, what=what, timeout_s=timeout_s or self._config.step_timeout_s)
 
     async def _await(self, calls: Sequence[ray.ObjectRef], *, what: str, timeout_s: float) -> list[Any]:

@@ -1,6 +1,6 @@
 """One rank of the learner: a Megatron-core model, its gradients and its optimizer.
 
-    forward_backward ── schedule: forward → fused head and loss → backward, per microbatch ──► gradients summed over ranks
+    forward_backward ── schedule: forward → fused head and loss → backward, per microbatch ──► sum over ranks
     optim_step       ── clip ──► Adam on fp32 master weights ──► weights ──► gradients cleared
 
 The loss of every microbatch is already divided by the trained tokens of the whole step, so gradients are summed, never
@@ -30,6 +30,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
 from transformers import AutoConfig
 
 from opd.config import GkdObjective, LearnerConfig
@@ -39,7 +40,7 @@ from opd.learner import cpu_patches
 from opd.learner.fused_loss import LossTargets, fused_head_loss, head_metrics, logits_fp32
 from opd.learner.hf_weights import export_hf, load_hf
 from opd.learner.model import TORCH_DTYPES, build_model
-from opd.learner.objectives import METRICS
+from opd.learner.objectives import TOKEN_METRICS
 from opd.types import LossStats, Microbatch, OptimStats
 
 
@@ -76,13 +77,13 @@ class LearnerRank:
     def open_store(self, host: str | None = None, port: int = 0) -> tuple[str, int]:
         """Rank 0: open the rendezvous store; unless given, on a port that the system chooses. Give host and port."""
         host = host or ray.util.get_node_ip_address()
-        self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False)
         return host, self._store.port
 
     def start(self, host: str, port: int) -> dict[str, float]:
         """Join the group, build the model, load the weights; give the sizes for the header."""
         if self.rank:
-            self._store = dist.TCPStore(host, port, is_master=False)
+            self._store = TCPStore(host, port, is_master=False)
         world = self.learner.data_parallel
         dist.init_process_group(self._profile.backend, store=self._store, rank=self.rank, world_size=world)
         with self._megatron():
@@ -187,22 +188,23 @@ class LearnerRank:
             top = logprobs.topk(k)
             token = logprobs.gather(1, self._tensor(batch.target_ids)[:, None])[:, 0]
             kept.append((token.cpu().numpy(), top.indices.cpu().numpy(), top.values.cpu().numpy()))
-            return token.sum(), token.new_zeros(len(METRICS))
+            return token.sum(), token.new_zeros(len(TOKEN_METRICS))
 
         self._run([batch], keep, forward_only=True)
         return kept[0]
 
     def optim_step(self) -> OptimStats:
-        """Clip, step, and clear the gradients; with nothing trained since the last step the weights stay as they are."""
+        """Clip, step, clear the gradients; with nothing trained since the last step the weights stay as they are."""
         self._schedule.step(increment=1)  # so that the first step of a warm-up has lr/warmup_steps, not 0
         lr = float(self._optimizer.param_groups[0]["lr"])
         if not self._has_gradient:
-            return OptimStats(grad_norm=0.0, lr=lr, skipped=True)
+            return OptimStats(grad_norm=0.0, lr=lr, skipped=True, memory_gib=self.memory_gib())
         with self._megatron():
-            successful, grad_norm, _ = self._optimizer.step()
+            outcome: Any = self._optimizer.step()
+        successful, grad_norm, _ = outcome
         self._ddp.zero_grad_buffer()
         self._has_gradient = False
-        return OptimStats(grad_norm=float(grad_norm), lr=lr, skipped=not successful)
+        return OptimStats(grad_norm=float(grad_norm), lr=lr, skipped=not successful, memory_gib=self.memory_gib())
 
     def export(self, folder: Path) -> None:
         """Rank 0: write config.json and safetensors that `transformers` and vLLM load; other ranks do nothing."""
@@ -231,7 +233,7 @@ class LearnerRank:
 
     def _loss(self, scale: float) -> Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]]:
         def loss(hidden: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
-            weight = self.model.head_weight
+            weight: Any = self.model.head_weight
             return fused_head_loss(
                 hidden,
                 weight.detach()[: self._vocab_size],
@@ -253,9 +255,9 @@ class LearnerRank:
     ) -> LossStats:
         """Send the microbatches through Megatron's schedule; `head` gets the [N, H] hidden states of trained tokens."""
         if not microbatches:
-            return LossStats(sums=dict.fromkeys(METRICS, 0.0), tokens=0)
+            return LossStats(sums=dict.fromkeys(TOKEN_METRICS, 0.0), tokens=0)
 
-        def forward_step(batches: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:  # noqa: ANN401
+        def forward_step(batches: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             if self._abort.is_set():
                 self._abort.clear()
                 raise StepAborted
@@ -286,7 +288,7 @@ class LearnerRank:
             )
         totals = torch.stack(sums).sum(0).tolist()
         tokens = sum(b.num_trained_tokens for b in microbatches)
-        return LossStats(sums=dict(zip(METRICS, totals, strict=True)), tokens=tokens)
+        return LossStats(sums=dict(zip(TOKEN_METRICS, totals, strict=True)), tokens=tokens)
 
     def _packed(self, batch: Microbatch) -> PackedSeqParams:
         starts = self._tensor(batch.cu_seqlens)

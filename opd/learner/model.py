@@ -130,7 +130,7 @@ def transformer_config(config: PretrainedConfig, learner: LearnerConfig, *, on_c
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
     """Give Megatron's local layers with `PackedAttention` in them."""
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     return spec
 

@@ -18,7 +18,7 @@ from opd.config import GkdObjective
 TAIL_FLOOR = 1e-6
 """Mass below which a tail is not resolved: fp32 log-probabilities made from logits near 20 are off by 1e-6 each."""
 
-METRICS = (
+TOKEN_METRICS = (
     "loss/total",
     "loss/forward_kl",
     "loss/reverse_kl",
@@ -114,7 +114,7 @@ def token_metrics(
     covered: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    """Give the `METRICS` of every trained token, [N, len(METRICS)]; KLs and teacher entropy on top K + tail, at τ = 1."""
+    """Give the `TOKEN_METRICS` of every token as columns; KLs and teacher entropy on top K + tail, at τ = 1."""
     student, teacher = with_tail(student_topk, vocab_size), with_tail(teacher_topk, vocab_size)
     return torch.stack(
         [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opd.config import GkdObjective
 from opd.learner.fused_loss import LossTargets, fused_head_loss, head_metrics
-from opd.learner.objectives import METRICS, divergence, support, with_tail
+from opd.learner.objectives import TOKEN_METRICS, divergence, support, with_tail
 
 V, H, N = 23, 8, 11
 
@@ -39,7 +39,7 @@ def dense_loss(hidden: Tensor, weight: Tensor, targets: LossTargets, objective: 
 
 
 OBJECTIVES = [
-    GkdObjective(beta=beta, tail=tail, temperature=temperature, ce_weight=ce)
+    GkdObjective.model_validate({"beta": beta, "tail": tail, "temperature": temperature, "ce_weight": ce})
     for beta, (tail, temperature), ce in itertools.product(
         (0.0, 0.3, 0.5, 1.0), (("bucket", 1.0), ("renormalize", 1.0), ("renormalize", 0.5)), (0.0, 0.7)
     )
@@ -137,8 +137,8 @@ def test_temperature_with_the_tail_bucket_is_refused() -> None:
 
 def test_metrics_are_the_dense_ones() -> None:
     hidden, weight, teacher, targets = problem(V)
-    sums = dict(
-        zip(METRICS, head_metrics(hidden, weight, targets, GkdObjective(), chunk_tokens=4).tolist(), strict=True)
+    sums: dict[str, float] = dict(
+        zip(TOKEN_METRICS, head_metrics(hidden, weight, targets, GkdObjective(), chunk_tokens=4).tolist(), strict=True)
     )
     student = (hidden @ weight.T).log_softmax(-1)
     expected = {
@@ -178,7 +178,7 @@ def test_bf16_inputs_lose_no_precision_in_the_logits() -> None:
         from_dataset=torch.ones(64, dtype=torch.bool),
     )
     sums = head_metrics(hidden, weight, targets, GkdObjective(), chunk_tokens=16)
-    means = dict(zip(METRICS, (sums / 64).tolist(), strict=True))
+    means = dict(zip(TOKEN_METRICS, (sums / 64).tolist(), strict=True))
     assert -1e-6 < means["loss/forward_kl"] < 1e-5
     wide = head_metrics(hidden.float(), weight.float(), targets, GkdObjective(), chunk_tokens=16)
     torch.testing.assert_close(sums, wide, atol=2e-3, rtol=5e-4)
