@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import subprocess
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ T = TypeVar("T")
 
 OBJECT_STORE_BYTES = 2**30
 LOG_LINES_SHOWN = 15
+ANSI_COLOUR = re.compile(r"\x1b\[\d+m")
 
 
 class _Watchdog:
@@ -158,10 +160,9 @@ async def await_call(ref: ObjectRef[T], *, whom: str, what: str, timeout_s: floa
     try:
         return answer.result()
     except RayTaskError as error:
-        # The dual class that Ray makes of both errors is no use to `except` clauses that look at attributes.
-        cause = error.cause
-        cause.add_note(f"raised in {whom}, while {what}:\n{error.traceback_str}")
-        raise cause from None
+        # Ray raises a class made of both errors, which has not got the attributes of either.
+        error.cause.add_note(f"raised in {whom}, while {what}:\n{ANSI_COLOUR.sub('', str(error))}")
+        raise error.cause from None
     except RayActorError as error:
         waited_s = time.monotonic() - started
         reason = " ".join(str(error).split())

@@ -20,7 +20,7 @@ import numpy as np
 
 from opd.config import TeacherConfig
 from opd.errors import ScoringError, WorkerLost
-from opd.score.requests import Engine, EngineReply, ScoredTokens, ScoreRequest, StartEngine
+from opd.score.requests import Engine, EngineInfo, EngineReply, ScoredTokens, ScoreRequest, StartEngine
 from opd.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -98,8 +98,8 @@ class ScorerPool:
             if isinstance(error, WorkerLost):
                 raise ScoringError(f"teacher {self._config.name}: {error}") from None
             raise
-        infos = [engine.info for engine in self._engines.values()]
-        self._window, self._vocab_size = infos[0].window, infos[0].vocab_size
+        first = self.engine_infos()[0]
+        self._window, self._vocab_size = first.window, first.vocab_size
         for index in self._engines:
             self._servers.add(asyncio.create_task(self._serve(index)))
 
@@ -131,6 +131,10 @@ class ScorerPool:
             restarts=self._restarts,
             memory_gib=sum(self._memory_gib.values()),
         )
+
+    def engine_infos(self) -> list[EngineInfo]:
+        """Give what the engines said when they had loaded, by number."""
+        return [self._engines[index].info for index in sorted(self._engines)]
 
     async def close(self) -> None:
         """End the engines."""

@@ -60,7 +60,12 @@ def teacher_pool(
         vocab_size: Ids that count: the tokenizer's size, never more than the teacher's embedding rows.
         longest: Tokens of the longest sequence to score.
         profile: Of the hosts with engines.
+
+    Raises:
+        ValueError: More ids are to be kept than there are.
     """
+    if top_k > vocab_size:
+        raise ValueError(f"objective.top_k is {top_k} but teacher {config.name} has {vocab_size} ids; lower it")
     # Engines and learner take turns, so the engines together may use every core.
     threads = max(1, profile.num_cpus // (config.num_engines * config.tensor_parallel))
     env = {**profile.engine_env, "HF_HUB_OFFLINE": "1"}  # the folder has all that is needed

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from opd.config import TeacherConfig
 from opd.device import HostProfile
 from opd.score.engine import TeacherEngine
+from opd.score.ray_engine import teacher_pool
 from opd.score.requests import ScoredTokens, ScoreRequest
 from tests.tiny_models import Family, make_tiny
 
@@ -35,15 +36,20 @@ def _prepare_child() -> None:
 
 
 def _score_in_child(
-    settings: dict[str, Any], folder: Path, top_k: int, vocab_size: int, batches: Sequence[Sequence[ScoreRequest]]
+    settings: dict[str, Any],
+    folder: Path,
+    top_k: int,
+    vocab_size: int,
+    batches: Sequence[Sequence[ScoreRequest]],
+    longest: int = LONGEST,
 ) -> list[list[ScoredTokens]]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     config = TeacherConfig.model_validate({"model": str(folder), "dtype": "fp32", "kv_cache_gib": 0.1} | settings)
-    engine = TeacherEngine(config, str(folder), top_k, vocab_size, LONGEST, CPU)
+    engine = TeacherEngine(config, str(folder), top_k, vocab_size, longest, CPU)
     try:
         info = engine.ready()
-        assert (info.pid, info.window, info.vocab_size) == (os.getpid(), LONGEST, vocab_size)
+        assert (info.pid, info.window, info.vocab_size) == (os.getpid(), longest, vocab_size)
         replies = [engine.score(batch) for batch in batches]
         assert all(0.1 < reply.memory_gib < 16 for reply in replies)
         return [list(reply.answers) for reply in replies]
@@ -176,7 +182,17 @@ def test_more_ids_than_the_teacher_has_are_refused(
         job.result()
 
 
-def test_a_top_k_above_the_vocabulary_is_refused(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_samples_longer_than_the_teacher_reads_are_refused(
+    child: ProcessPoolExecutor, models: dict[str, Path], way: str
+) -> None:
+    job = child.submit(_score_in_child, {"scoring": way}, models["llama"], 8, VOCAB, [], 513)
+    with pytest.raises(ValueError, match=r"at most 512 tokens .* 513"):
+        job.result()
+
+
+def test_a_top_k_above_the_vocabulary_is_refused_before_anything_starts(models: dict[str, Path]) -> None:
+
     config = TeacherConfig.model_validate({"model": "unused"})
-    with pytest.raises(ValueError, match=r"top_k is 513 but .* 512 ids"):
-        TeacherEngine(config, str(models["llama"]), VOCAB + 1, VOCAB, LONGEST, CPU)
+    with pytest.raises(ValueError, match=r"top_k is 513 but teacher teacher has 512 ids"):
+        teacher_pool(config, folder=models["llama"], top_k=VOCAB + 1, vocab_size=VOCAB, longest=LONGEST, profile=CPU)
