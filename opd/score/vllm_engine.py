@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
 from vllm import EngineArgs, LLMEngine, PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams, TokensPrompt
 
 from opd.score.requests import ScoreRequest
@@ -16,7 +17,14 @@ class VllmEngine:
     """vLLM's engine without its front end, which wants a tokenizer and a chat template."""
 
     def __init__(self, engine_args: Mapping[str, Any]) -> None:
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_args))
+        try:
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_args))
+        except ValidationError as error:  # it cannot be pickled, and would show every setting
+            problems = "; ".join(problem["msg"] for problem in error.errors(include_input=False))
+            raise ValueError(
+                f"vLLM refuses {engine_args['model']}: {problems} (max_model_len is what the longest prompt and "
+                "response need: data.max_prompt_tokens, data.max_response_tokens)"
+            ) from None
         self._requests_sent = 0
 
     @property
