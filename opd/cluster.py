@@ -15,7 +15,7 @@ import re
 import subprocess
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,10 +40,16 @@ ANSI_COLOUR = re.compile(r"\x1b\[\d+m")
 class _Watchdog:
     """A shell that outlives this process just long enough to kill Ray's agents, should this process be killed."""
 
-    def __init__(self, pids: Sequence[int]) -> None:
+    def __init__(self) -> None:
+        # Only daemons that live as long as the session, so that no number can belong to another process by then.
+        daemons = []
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if "agent" in " ".join(child.cmdline()).lower():
+                    daemons.append(str(child.pid))
         # `read` returns when the other end of the pipe is closed, which the kernel does however this process ends.
         script = 'read _; kill -9 "$@" 2>/dev/null'
-        command = ["sh", "-c", script, "opd-watchdog", *map(str, pids)]
+        command = ["sh", "-c", script, "opd-watchdog", *daemons]
         self._shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def dismiss(self) -> None:
@@ -64,11 +70,9 @@ def ray_session(profile: HostProfile) -> Iterator[Path]:
     local: dict[str, Any] = {}
     if address == "local":
         local = {"num_cpus": profile.num_cpus, "num_gpus": profile.num_gpus, "object_store_memory": OBJECT_STORE_BYTES}
-    me = psutil.Process()
-    before = {child.pid for child in me.children(recursive=True)}
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **local)
-        watchdog = _Watchdog([child.pid for child in me.children(recursive=True) if child.pid not in before])
+        watchdog = _Watchdog()
         try:
             yield _logs_folder()
         finally:
