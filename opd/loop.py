@@ -140,7 +140,7 @@ class ScoredBatches:
 
     async def _make(self, after: asyncio.Task[ScoredBatch | None] | None) -> ScoredBatch | None:
         if after is not None:
-            await asyncio.wait([after])  # one batch after the other: the order of the data stays
+            await after  # one after the other: the order of the data stays, and what ends one ends those that follow
         samples = await self._source.next_samples(self._config.run.samples_per_step)
         if not samples:
             return None
@@ -175,17 +175,21 @@ async def train(config: RunConfig, parts: Parts, heldout: Sequence[Sample], stop
     outcome = Outcome()
     batches = ScoredBatches(config, parts.source, parts.scorer)
     try:
-        await _train(config, parts, batches, heldout, outcome, stop)
+        try:
+            await _train(config, parts, batches, heldout, outcome, stop)
+        finally:
+            await batches.cancel()
     except Stopped:
         outcome.stopped = True
         await _save(parts, outcome)
     except (LearnerLost, CheckpointError):
         raise
     except Exception:
-        await _save(parts, outcome)
+        try:
+            await _save(parts, outcome)
+        except (CheckpointError, LearnerLost) as unsaved:  # what ended the run is what must be told
+            log.error("no checkpoint of step %d: %s", outcome.steps, unsaved)
         raise
-    finally:
-        await batches.cancel()
     return outcome
 
 
@@ -288,3 +292,4 @@ async def until_stopped(call: Awaitable[Answer], stop: asyncio.Event, learner: L
     finally:
         stopping.cancel()
         work.cancel()
+        await asyncio.gather(work, stopping, return_exceptions=True)  # so that nothing of it runs on

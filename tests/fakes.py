@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+
+from opd.errors import StepAborted
+from opd.loop import StepReport
+from opd.types import LossStats, OptimStats, Sample, TeacherScore, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -58,6 +68,169 @@ def byte_tokenizer(
     tokenizer.add_special_tokens(list(extra_special))
     if adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    from transformers import PreTrainedTokenizerFast  # here: it takes seconds, and most tests need none
+
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos_token, bos_token="<s>")
     wrapped.chat_template = chat_template
     return wrapped
+
+
+class Script:
+    """What happened, in order, and what a test wants to happen with it."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.acts: dict[str, Callable[[], Awaitable[None]]] = {}
+        """Event → what to do when it happens; what it raises is raised by the fake."""
+
+    async def happens(self, event: str) -> None:
+        """Note an event, and do what was asked for."""
+        self.events.append(event)
+        await asyncio.sleep(0)
+        if event in self.acts:
+            await self.acts[event]()
+
+
+def numbered_sample(number: int) -> Sample:
+    """Give an unscored sample that can be told from others by its first id."""
+    return Sample(
+        sample_id=f"s{number}",
+        prompt_ids=np.array([number, 7], np.int32),
+        response_ids=np.array([8, 9, 1], np.int32),
+        loss_mask=np.ones(3, np.bool_),
+        finish_reason="stop",
+        source="dataset",
+        teacher="teacher",
+    )
+
+
+class ListSource:
+    """A `SampleSource` that gives a list once."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples
+        self.index = 0
+
+    async def next_samples(self, count: int) -> list[Sample]:
+        given = list(self._samples[self.index : self.index + count])
+        self.index += len(given)
+        return given
+
+    def state(self) -> Mapping[str, Any]:
+        return {"index": self.index}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.index = state["index"]
+
+
+class TableScorer:
+    """A `Scorer` with the same score for every token."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    async def score(self, samples: Sequence[Sample]) -> list[Sample]:
+        names = "+".join(s.sample_id for s in samples)
+        await self._script.happens(f"score {names}")
+        await self._script.happens(f"scored {names}")
+        return [s.with_score(self._score(len(s.response_ids))) for s in samples]
+
+    @staticmethod
+    def _score(length: int) -> TeacherScore:
+        return TeacherScore(
+            token_logprobs=np.full(length, -0.5, np.float32),
+            topk_ids=np.tile(np.array([8, 9], np.int32), (length, 1)),
+            topk_logprobs=np.full((length, 2), -1.0, np.float32),
+            covered=np.ones(length, np.bool_),
+        )
+
+    async def close(self) -> None: ...
+
+
+class RecordingLearner:
+    """A `Learner` whose weights are the names of what it has learned; needs samples of `numbered_sample`."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._gradient: list[str] = []
+        self._aborted = asyncio.Event()
+        self.weights: list[str] = []
+        self.losses: dict[str, float] = {}
+        """Names of a batch → sum of its loss, where it is not to be 3 a sample."""
+
+    async def forward_backward(self, batch: TrainBatch) -> LossStats:
+        names = self._names(batch)
+        await self._at_work(f"learn {names}")
+        self._gradient.append(names)
+        await self._script.happens(f"learned {names}")
+        return self._loss(batch, names)
+
+    async def optim_step(self) -> OptimStats:
+        self.weights, self._gradient = self.weights + self._gradient, []
+        await self._script.happens(f"optim {len(self.weights)}")
+        return OptimStats(grad_norm=1.0, lr=0.1)
+
+    async def evaluate(self, batch: TrainBatch) -> LossStats:
+        await self._at_work(f"evaluate {len(self.weights)}")
+        return self._loss(batch, self._names(batch))
+
+    async def abort(self) -> None:
+        self._aborted.set()
+        await self._script.happens("abort")
+
+    async def export_hf(self, folder: Path) -> None:
+        (folder / "weights").write_text(" ".join(self.weights))
+
+    async def close(self) -> None: ...
+
+    async def _at_work(self, event: str) -> None:
+        """Do what the script says meanwhile; `abort` ends it."""
+        work = asyncio.ensure_future(self._script.happens(event))
+        aborted = asyncio.ensure_future(self._aborted.wait())
+        try:
+            await asyncio.wait({work, aborted}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise StepAborted
+            work.result()
+        finally:
+            work.cancel()
+            aborted.cancel()
+            await asyncio.gather(work, aborted, return_exceptions=True)
+
+    def _loss(self, batch: TrainBatch, names: str) -> LossStats:
+        total = self.losses.get(names, 3.0 * batch.num_samples)
+        return LossStats(sums={"loss/total": total, "loss/forward_kl": total / 2}, tokens=batch.trained_tokens)
+
+    @staticmethod
+    def _names(batch: TrainBatch) -> str:
+        microbatches = [m for rank in batch.ranks for m in rank]
+        return "+".join(f"s{m.input_ids[start]}" for m in microbatches for start in m.cu_seqlens[:-1])
+
+
+class RecordingCheckpoints:
+    """`loop.Checkpoints` that remember what they were given, and the weights at that time."""
+
+    def __init__(self, script: Script, learner: RecordingLearner) -> None:
+        self._script, self._learner = script, learner
+        self.saved: dict[int, tuple[float | None, Mapping[str, Any], list[str]]] = {}
+        """Step → held-out KL, state of the source, weights."""
+
+    async def save(self, step: int, heldout_kl: float | None, source_state: Mapping[str, Any]) -> None:
+        await self._script.happens(f"save {step}")
+        assert step not in self.saved, f"step {step} was saved already"
+        self.saved[step] = (heldout_kl, source_state, list(self._learner.weights))
+
+
+class RecordingObserver:
+    """A `loop.Observer` that notes what it hears."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.reports: list[StepReport] = []
+
+    def step(self, report: StepReport) -> None:
+        self._script.events.append(f"step {report.step}")
+        self.reports.append(report)
+
+    def evaluation(self, step: int, heldout: LossStats) -> None:
+        self._script.events.append(f"heldout {step}")
