@@ -27,7 +27,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
@@ -41,6 +40,7 @@ from opd.learner.fused_loss import LossTargets, fused_head_loss, head_metrics, l
 from opd.learner.hf_weights import export_hf, load_hf
 from opd.learner.model import TORCH_DTYPES, build_model
 from opd.learner.objectives import TOKEN_METRICS
+from opd.matmul import set_fp32_precision
 from opd.types import LossStats, Microbatch, OptimStats
 
 
@@ -71,6 +71,8 @@ class LearnerRank:
         if self._on_cpu:
             cpu_patches.apply()
             torch.set_num_threads(threads)
+            if learner.dtype == "bf16":
+                set_fp32_precision("bf16")  # attention scores and logits are fp32 products of bf16 numbers
         else:
             torch.cuda.set_device(0)  # Ray shows each rank its own GPU only
 
@@ -262,12 +264,9 @@ class LearnerRank:
                 self._abort.clear()
                 raise StepAborted
             batch: Microbatch = next(batches)
-            hidden = model(
-                self._tensor(batch.input_ids)[None],
-                self._tensor(batch.position_ids)[None],
-                None,
-                packed_seq_params=self._packed(batch),
-            )
+            positions = self._tensor(batch.position_ids)
+            packed = self.model.packed_samples(positions, self._tensor(batch.cu_seqlens))
+            hidden = model(self._tensor(batch.input_ids)[None], positions[None], None, packed_seq_params=packed)
 
             def loss_func(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                 rows = output[:, 0].index_select(0, self._tensor(batch.predict_positions))
@@ -289,14 +288,3 @@ class LearnerRank:
         totals = torch.stack(sums).sum(0).tolist()
         tokens = sum(b.num_trained_tokens for b in microbatches)
         return LossStats(sums=dict(zip(TOKEN_METRICS, totals, strict=True)), tokens=tokens)
-
-    def _packed(self, batch: Microbatch) -> PackedSeqParams:
-        starts = self._tensor(batch.cu_seqlens)
-        longest = int(np.diff(batch.cu_seqlens).max())
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=starts,
-            cu_seqlens_kv=starts,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -21,62 +20,38 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from opd.config import LearnerConfig
+from opd.learner.attention import PackedAttention, PackedSamples
 from opd.model_support import check_supported, head_dim
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class PackedAttention(torch.nn.Module):
-    """Causal attention within each sample of a packed row, by torch's own kernels; never across samples."""
-
-    def __init__(self, config: TransformerConfig, layer_number: int, **kwargs: object) -> None:
-        super().__init__()
-        self.scale = config.softmax_scale
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: object = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:
-        """Attend.
-
-        Args:
-            query: [T, heads, head_dim].
-            key: [T, KV heads, head_dim].
-            value: as key.
-            attention_mask: unused, the mask is causal.
-            attn_mask_type: unused.
-            attention_bias: unused.
-            packed_seq_params: where the samples begin.
-
-        Returns:
-            [T, heads × head_dim].
-        """
-        assert packed_seq_params is not None, "the learner always packs"
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        grouped = query.shape[1] != key.shape[1]
-        parts = [
-            F.scaled_dot_product_attention(
-                # [1, heads, length, head_dim]
-                q.transpose(0, 1)[None],
-                k.transpose(0, 1)[None],
-                v.transpose(0, 1)[None],
-                is_causal=True,
-                scale=self.scale,
-                enable_gqa=grouped,
-            )[0].transpose(0, 1)
-            for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-        ]
-        return torch.cat(parts).flatten(1)
-
-
 class HiddenStateModel(GPTModel):
     """A `GPTModel` that gives back [T, 1, H] after the final norm, where GPTModel would go on to the logits."""
+
+    rotary_frequencies: Tensor
+    """[D/2] fp32, on the CPU."""
+
+    def packed_samples(self, position_ids: Tensor, cu_seqlens: Tensor) -> PackedSamples:
+        """Describe a packed row to the attention layers.
+
+        Args:
+            position_ids: [T], from 0 in each sample.
+            cu_seqlens: [S+1] where each sample starts, and T.
+        """
+        lengths = cu_seqlens.diff().tolist()
+        angles = torch.outer(position_ids.float(), self.rotary_frequencies.to(position_ids.device))[:, None]
+        dtype = self.config.params_dtype
+        return PackedSamples(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+            lengths=tuple(lengths),
+            cos=angles.cos().to(dtype),
+            sin=angles.sin().to(dtype),
+        )
 
     def _postprocess(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         return hidden_states
@@ -151,17 +126,18 @@ def build_model(config: PretrainedConfig, learner: LearnerConfig, *, on_cpu: boo
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=config.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=config.rope_parameters["rope_theta"],
+        position_embedding_type="none",  # PackedAttention rotates
     )
-    _set_rotary_frequencies(model, config)
+    model.rotary_frequencies = rotary_frequencies(config)
     return model
 
 
-def _set_rotary_frequencies(model: HiddenStateModel, config: PretrainedConfig) -> None:
-    """Take scaled frequencies from transformers: Megatron's own scaling has Llama 3.1's constants built in."""
-    rope_type = config.rope_parameters["rope_type"]
-    if rope_type != "default":
-        frequencies, attention_scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
-        assert attention_scale == 1.0, rope_type
-        model.rotary_pos_emb.inv_freq = frequencies
+def rotary_frequencies(config: PretrainedConfig) -> Tensor:
+    """Give the angle per position of each pair of dimensions [D/2], scaled as the config says."""
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, head_dim(config), 2, dtype=torch.float32) / head_dim(config)
+        return rope["rope_theta"] ** -exponents
+    frequencies, attention_scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    assert attention_scale == 1.0, rope["rope_type"]
+    return frequencies
