@@ -79,6 +79,11 @@ class TeacherEngine:
             os._exit(1)
         return EngineReply(answers=answers, memory_gib=self.memory_gib())
 
+    def close(self) -> None:
+        """End vLLM's own processes; the actor can be killed after it."""
+        if self._scorer is not None:
+            self._scorer.close()
+
     def memory_gib(self) -> float:
         """Give the peak resident set, or the device memory in use."""
         return self._profile.peak_memory_gib()

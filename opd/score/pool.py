@@ -143,7 +143,7 @@ class ScorerPool:
             server.cancel()
         await asyncio.gather(*servers, return_exceptions=True)  # what they raised, score() has raised
         engines, self._engines = self._engines, {}
-        await asyncio.gather(*(engine.kill() for engine in engines.values()))
+        await asyncio.gather(*(engine.close() for engine in engines.values()))
 
     async def _start(self, index: int) -> None:
         engine = self._engines[index] = await self._start_engine(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,9 +11,14 @@ from ray.actor import ActorHandle
 from opd.cluster import await_call, kill, spawn
 from opd.config import TeacherConfig
 from opd.device import HostProfile
+from opd.errors import WorkerLost
 from opd.score.engine import TeacherEngine
 from opd.score.pool import ScorerPool
 from opd.score.requests import EngineInfo, EngineReply, ScoreRequest
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
 
 
 class RayEngine:
@@ -42,6 +48,16 @@ class RayEngine:
             what=f"scoring {len(requests)} samples",
             timeout_s=self._score_timeout_s,
         )
+
+    async def close(self) -> None:
+        """End it in good order; kill it when it is dead, or busy for too long."""
+        closing = self._actor.close.remote()
+        try:
+            await await_call(closing, whom=self._name, what="ending", timeout_s=CLOSE_TIMEOUT_S)
+        except WorkerLost as lost:
+            logger.info("%s", lost)
+        finally:
+            kill(self._actor)
 
     async def kill(self) -> None:
         """End it at once; fine for one that is dead."""

@@ -76,6 +76,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def close(self) -> None:
+        """End it in good order, or kill it when it takes too long."""
+        ...
+
     async def kill(self) -> None:
         """End it at once; fine for one that is dead."""
         ...

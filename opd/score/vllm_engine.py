@@ -51,3 +51,7 @@ class VllmEngine:
                 if output.finished:
                     outputs[output.request_id] = output
         return [outputs[name] for name in names]
+
+    def close(self) -> None:
+        """End vLLM's own processes, which leave shared memory behind when they are killed."""
+        self._engine.engine_core.shutdown()

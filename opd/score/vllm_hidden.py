@@ -39,6 +39,10 @@ class HiddenStateScorer:
         self._engine = VllmEngine({**engine_args, "runner": "pooling", "convert": "embed", "pooler_config": pooler})
         self._params = PoolingParams(task="token_embed", use_activation=False)
 
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.close()
+
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoredTokens]:
         """Score sequences, in order."""
         outputs = self._engine.run(requests, self._params, PoolingRequestOutput)

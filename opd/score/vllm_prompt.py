@@ -77,6 +77,10 @@ class PromptLogprobScorer:
             detokenize=False,
         )
 
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.close()
+
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoredTokens]:
         """Score sequences, in order."""
         outputs = self._engine.run(requests, self._sampling, RequestOutput)

@@ -60,6 +60,7 @@ class FakeEngine:
     delay_s: float = 0.0
     calls: list[Sequence[ScoreRequest]] = field(default_factory=list)
     killed: bool = False
+    closed: bool = False
 
     @property
     def name(self) -> str:
@@ -75,6 +76,9 @@ class FakeEngine:
         await asyncio.sleep(self.delay_s)
         act = self.script.pop(0) if self.script else answers
         return EngineReply(answers=act(requests), memory_gib=1.5)
+
+    async def close(self) -> None:
+        self.closed = self.killed = True
 
     async def kill(self) -> None:
         self.killed = True
@@ -102,7 +106,7 @@ class FakeStarts:
         return [request for engine in self.engines for call in engine.calls for request in call]
 
 
-def sample(number: int, prompt: int = 10, response: int = 20, **changes: Any) -> Sample:  # noqa: ANN401 - Sample's
+def sample(number: int, prompt: int = 10, response: int = 20, **changes: Any) -> Sample:
     ids = (np.arange(prompt + response, dtype=np.int32) * 7 + number) % VOCAB
     ids[0] = number
     fields: dict[str, Any] = {
@@ -123,10 +127,10 @@ def run(
     *,
     num_engines: int = 1,
     max_restarts: int = 3,
-) -> Any:  # noqa: ANN401 - whatever `use` gives
+) -> Any:
     """Run `use` on a started pool and close the pool."""
 
-    async def main() -> Any:  # noqa: ANN401
+    async def main() -> Any:
         config = TeacherConfig.model_validate(
             {"name": "t", "model": "unused", "num_engines": num_engines, "max_restarts": max_restarts}
         )
@@ -208,7 +212,7 @@ def test_what_a_lost_engine_had_is_scored_again(fault: Answer, caplog: pytest.Lo
     starts = FakeStarts(scripts={0: [[fault]]})
     samples = [sample(i) for i in range(30)]
 
-    async def use(pool: ScorerPool) -> Any:  # noqa: ANN401
+    async def use(pool: ScorerPool) -> Any:
         return await pool.score(samples), pool.counters()
 
     with caplog.at_level(logging.WARNING):
@@ -223,7 +227,7 @@ def test_the_only_engine_is_replaced_and_the_old_one_killed(caplog: pytest.LogCa
     starts = FakeStarts(scripts={0: [[dies], [hangs]]})
     samples = [sample(i) for i in range(5)]
 
-    async def use(pool: ScorerPool) -> Any:  # noqa: ANN401
+    async def use(pool: ScorerPool) -> Any:
         given = await pool.score(samples)
         assert [engine.killed for engine in starts.engines] == [True, True, False]
         return given, pool.counters()
