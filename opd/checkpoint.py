@@ -106,14 +106,13 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint {target} could not be written: {error.strerror or error}; older checkpoints are as they "
-                f"were. Free some space or mend the folder, and go on with --resume"
+                "were. Free some space or mend the folder"
             ) from error
         try:
             await asyncio.to_thread(self._keep_newest_and_best)
         except OSError as error:
             raise CheckpointError(
-                f"checkpoint {target} is whole, but older ones could not be removed: {error}; mend the folder and go "
-                "on with --resume"
+                f"checkpoint {target} is whole, but older ones could not be removed: {error}; mend the folder"
             ) from error
         logger.debug("checkpoint %s took %.1f s", target, time.monotonic() - started)
         return target
@@ -143,7 +142,7 @@ class CheckpointStore:
         if not listing.whole:
             faults = "; ".join(fault for faults in listing.damaged.values() for fault in faults)
             found = f"only damaged ones: {faults}" if listing.damaged else "none was written yet"
-            raise ValueError(f"no checkpoint to resume from in {self._folder}, {found}; run without --resume")
+            raise ValueError(f"no checkpoint to go on from in {self._folder}, {found}")
         newest = listing.whole[-1]
         for name, faults in listing.damaged.items():
             if _step_in_name(Path(name)) > newest.step:
@@ -169,7 +168,7 @@ class CheckpointStore:
             if free_bytes < needed_bytes:
                 raise CheckpointError(
                     f"checkpoint {target} needs {needed_bytes / _GIB:.1f} GiB but only {free_bytes / _GIB:.1f} GiB are "
-                    "free; older checkpoints are as they were. Free some space and go on with --resume"
+                    "free; older checkpoints are as they were. Free some space"
                 )
             await write(aside)
             (aside / _STATE).write_text(json.dumps(dict(state), indent=1))

@@ -12,7 +12,9 @@ import asyncio
 import logging
 import os
 import re
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -70,8 +72,11 @@ def ray_session(profile: HostProfile) -> Iterator[Path]:
     local: dict[str, Any] = {}
     if address == "local":
         local = {"num_cpus": profile.num_cpus, "num_gpus": profile.num_gpus, "object_store_memory": OBJECT_STORE_BYTES}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **local)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would end this process without a checkpoint
         watchdog = _Watchdog()
         try:
             yield _logs_folder()

@@ -190,7 +190,8 @@ class RunConfig(Config):
             )
         if self.learner.warmup_steps >= self.run.max_steps:
             raise ValueError(
-                f"learner.warmup_steps is {self.learner.warmup_steps}, not below run.max_steps {self.run.max_steps}"
+                f"learner.warmup_steps is {self.learner.warmup_steps}, not below run.max_steps {self.run.max_steps}; "
+                "lower it too"
             )
         if self.learner.min_lr > self.learner.lr:
             raise ValueError(f"learner.min_lr {self.learner.min_lr} is above learner.lr {self.learner.lr}")

@@ -316,7 +316,7 @@ def _as_markdown(row: Mapping[str, Any]) -> str:
 
 def _stops_the_run(error: OSError, what: str, folder: Path) -> OSError:
     return OSError(
-        error.errno, f"cannot {what} in {folder}: {error.strerror or error}; free some space and go on with --resume"
+        error.errno, f"cannot {what} in {folder}: {error.strerror or error}; free some space or mend the folder"
     )
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -56,7 +59,7 @@ class Progress:
             console: where to show; by default standard output.
         """
         self._config, self._folder = config, folder
-        self._screen = console or Console(highlight=False)
+        self._screen = console or _Screen(highlight=False)
         self._log_file = _open_unbuffered(folder / "log.txt")
         self._log = Console(file=self._log_file, width=_LOG_WIDTH, no_color=True, highlight=False)
         self._bar = RichProgress(
@@ -75,6 +78,7 @@ class Progress:
         self._rows_since_head = 0
         self._first_step_began: float | None = None
         self._steps_seen = 0
+        self._last_step = 0
         self._first_heldout: LossStats | None = None
         self._began = time.monotonic()
 
@@ -128,6 +132,7 @@ class Progress:
         if self._first_step_began is None:
             self._first_step_began = now - report.step_s
         self._steps_seen += 1
+        self._last_step = report.step
         max_steps = self._config.run.max_steps
         left_s = (now - self._first_step_began) / self._steps_seen * (max_steps - report.step)
         means = report.loss.means()
@@ -181,16 +186,31 @@ class Progress:
         if best is not None:
             where = f"{best.folder.parent.name}/{best.folder.name}"
             facts["best"] = f"{where}, held-out forward KL {_number(best.heldout_kl)}"
-        if newest is not None:
-            facts["checkpoint"] = _short(newest)
-        self._print_facts({**facts, **self._places()})
+        self._print_facts({**facts, **_newest(newest, early=outcome.stopped), **self._places()})
+
+    def failed(self, error: Exception, *, newest: Path | None) -> None:
+        """Show what is left of a run that an error ended; the error itself, with its traceback, only in the log.
+
+        Args:
+            error: whoever catches it shows it on the screen.
+            newest: folder of the newest checkpoint.
+        """
+        self._bar.stop()
+        lines = [Text(), Text(f"Failed after {self._steps(self._last_step)}", style="bold")]
+        lines += _facts({**_newest(newest, early=True), **self._places()})
+        for line in lines:
+            self._screen.print(line, soft_wrap=True)
+        for line in [*lines, Text("".join(traceback.format_exception(error)))]:
+            self._log.print(line, soft_wrap=True)  # last: the disk may be full
 
     def _ending(self, outcome: Outcome) -> str:
-        max_steps = self._config.run.max_steps
-        steps = f"{outcome.steps} of {max_steps} steps in {_duration(time.monotonic() - self._began)}"
+        steps = self._steps(outcome.steps)
         if outcome.stopped:
-            return f"Stopped by a signal after {steps}; go on with --resume"
-        return f"Done: {steps}" + ("" if outcome.steps == max_steps else ", then the data ended")
+            return f"Stopped by a signal after {steps}"
+        return f"Done: {steps}" + ("" if outcome.steps == self._config.run.max_steps else ", then the data ended")
+
+    def _steps(self, done: int) -> str:
+        return f"{done} of {self._config.run.max_steps} steps in {_duration(time.monotonic() - self._began)}"
 
     def _places(self) -> dict[str, str]:
         return {
@@ -204,14 +224,23 @@ class Progress:
         return "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
     def _print_facts(self, facts: dict[str, str]) -> None:
-        for label, text in facts.items():
-            self._print(Text.assemble("  ", (f"{label:<{_LABEL_WIDTH}}", "dim"), text))
+        for line in _facts(facts):
+            self._print(line)
 
     def _print(self, what: RenderableType) -> None:
         """Show it on the screen and in the log; a line that is too long for the screen stays whole for copying."""
         soft_wrap = isinstance(what, Text)
         self._screen.print(what, soft_wrap=soft_wrap)
         self._log.print(what, soft_wrap=soft_wrap)
+
+
+class _Screen(Console):
+    """Standard output; when its reader has gone, as `| head` does, the run goes on and its log has everything."""
+
+    def on_broken_pipe(self) -> None:
+        """Show nothing more."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
 
 
 class _ScreenHandler(logging.Handler):
@@ -243,6 +272,18 @@ def _open_unbuffered(path: Path) -> IO[str]:
     """Open for appending; a full disk shows at once, not when the file is closed after another error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return io.TextIOWrapper(path.open("ab", buffering=0), encoding="utf-8", write_through=True)
+
+
+def _facts(facts: dict[str, str]) -> list[Text]:
+    return [Text.assemble("  ", (f"{label:<{_LABEL_WIDTH}}", "dim"), text) for label, text in facts.items()]
+
+
+def _newest(folder: Path | None, *, early: bool) -> dict[str, str]:
+    """Say where the newest checkpoint is, and for a run that ended early how to go on from it."""
+    if folder is None:
+        return {"checkpoint": "none was written"} if early else {}
+    go_on = {"go on with": f"--set student.model={_short(folder)}"} if early else {}
+    return {"checkpoint": _short(folder), **go_on}
 
 
 def _heldout_table(outcome: Outcome) -> Table:

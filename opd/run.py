@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print("interrupted before the first step; nothing was written", file=sys.stderr)
+        print("interrupted before the run began", file=sys.stderr)
         return 130
     except (WorkerLost, ScoringError, CheckpointError, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

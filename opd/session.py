@@ -8,8 +8,9 @@ import os
 import shutil
 import signal
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from opd.checkpoint import CheckpointStore
@@ -52,6 +53,11 @@ async def run(plan: Plan, folder: Path) -> Outcome:
                 outcome = await _train(plan, progress, metrics, store, stop)
         except Stopped:  # before the loop began
             outcome = Outcome(stopped=True)
+        except Exception as error:
+            whole = store.list().whole
+            with suppress(OSError):  # as a full disk, which must not hide what ended the run
+                progress.failed(error, newest=whole[-1].folder if whole else None)
+            raise
         newest = folder / "checkpoints" / f"step-{outcome.saved_step}" if outcome.saved_step >= 0 else None
         progress.summary(outcome, newest=newest, best=store.best())
     return outcome
@@ -101,11 +107,14 @@ async def _train(
 
 
 async def _both(scorer: Coroutine[Any, Any, None], learner: Coroutine[Any, Any, MegatronLearner]) -> MegatronLearner:
-    """Start both at once; the failure of one ends the start of the other."""
-    async with asyncio.TaskGroup() as group:
-        group.create_task(scorer)
-        started = group.create_task(learner)
-    return started.result()
+    """Start both at once; the failure of one ends the start of the other, and is raised as it is."""
+    starting = asyncio.ensure_future(scorer), asyncio.ensure_future(learner)
+    try:
+        return (await asyncio.gather(*starting))[1]
+    finally:
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
 
 
 class _Observer:
@@ -166,19 +175,24 @@ class _Checkpoints:
 @contextmanager
 def _stopped_by_signals(stop: asyncio.Event) -> Iterator[None]:
     """The first SIGINT or SIGTERM sets `stop`; a second one ends the process at once, and Ray's with it."""
+    loop = asyncio.get_running_loop()
+    asked = False
 
-    def on_signal() -> None:
-        if stop.is_set():
-            os._exit(130)
-        log.warning("stopping: writing a checkpoint of the last step; once more to end at once, without one")
+    def begin() -> None:
+        log.warning("stopping: the last finished step is kept as a checkpoint; once more ends at once, without one")
         stop.set()
 
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        loop.add_signal_handler(number, on_signal)
+    # Not the loop's own handlers: these would wait while something else, as the start of Ray, keeps the loop.
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            os._exit(130)
+        asked = True
+        loop.call_soon_threadsafe(begin)
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -152,7 +152,7 @@ def _write_steps(writer: MetricsWriter, steps: range) -> None:
 def test_full_disk_stops_the_run_with_a_message(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer.write(1, {"loss/total": 1.0})
-    with _largest_file(100), pytest.raises(OSError, match=r"cannot write the metrics of step \d+ .*--resume"):
+    with _largest_file(100), pytest.raises(OSError, match=r"cannot write the metrics of step \d+ .*; free some space"):
         _write_steps(writer, range(2, 100))
     with MetricsWriter(tmp_path, purge_step=2) as again:
         again.write(2, {"loss/total": 2.0})

@@ -7,6 +7,8 @@ import io
 import logging
 import re
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,7 +179,7 @@ def test_log_is_continued_by_a_resumed_run(run_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("outcome", "line"),
     [
-        (Outcome(steps=12, stopped=True), "Stopped by a signal after 12 of 30 steps in 0:00; go on with --resume"),
+        (Outcome(steps=12, stopped=True), "Stopped by a signal after 12 of 30 steps in 0:00"),
         (Outcome(steps=12), "Done: 12 of 30 steps in 0:00, then the data ended"),
     ],
 )
@@ -187,6 +189,54 @@ def test_other_endings(run_folder: Path, outcome: Outcome, line: str) -> None:
         progress.summary(outcome, newest=None, best=None)
     assert line in out.getvalue().splitlines()
     assert "held out" not in out.getvalue()
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_an_early_end_says_how_to_go_on(run_folder: Path, saved: bool) -> None:
+    folder = run_folder / "checkpoints/step-10" if saved else None
+    for ends in ("signal", "error"):
+        out = io.StringIO()
+        with Progress(_config(), run_folder, Console(file=out, width=100)) as progress:
+            progress.step(_report(11))
+            if ends == "signal":
+                progress.summary(Outcome(steps=11, stopped=True), newest=folder, best=None)
+            else:
+                progress.failed(ValueError("it broke"), newest=folder)
+                assert "Failed after 11 of 30 steps in 0:00" in out.getvalue()
+        lines = out.getvalue().splitlines()
+        if saved:
+            assert "  checkpoint  runs/gkd-offpolicy/checkpoints/step-10" in lines
+            assert "  go on with  --set student.model=runs/gkd-offpolicy/checkpoints/step-10" in lines
+        else:
+            assert "  checkpoint  none was written" in lines
+        assert "it broke" not in out.getvalue(), "whoever catches the error shows it"
+    assert "ValueError: it broke" in (run_folder / "log.txt").read_text()
+
+
+SHOWS_MUCH = """
+import sys
+from pathlib import Path
+from opd.progress import Progress
+from tests.unit.test_progress import _config
+folder = Path(sys.argv[1])
+with Progress(_config(), folder) as progress:
+    for number in range(2000):
+        progress.phase(f"phase {number} " + "-" * 60)
+print("and more", flush=True)
+"""
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SHOWS_MUCH, str(tmp_path)]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0
+    assert "phase 1999" in (tmp_path / "log.txt").read_text()
 
 
 def test_column_heads_come_again(run_folder: Path) -> None:

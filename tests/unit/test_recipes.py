@@ -216,7 +216,7 @@ def test_the_order_of_assignments_does_not_matter_for_the_checks_between_keys() 
         ("teachers=[]", "this is a section"),
         ("name=a/b", r"name is 'a/b'; allowed: text matching "),
         ("rollout=1", r"rollout is '1'; allowed: none"),
-        ("learner.warmup_steps=10", r"^learner\.warmup_steps is 10, not below run\.max_steps 10$"),
+        ("learner.warmup_steps=10", r"^learner\.warmup_steps is 10, not below run\.max_steps 10; lower it too$"),
         ("data.max_prompt_tokens=9000", r"^learner\.max_tokens_per_microbatch is 2048 but a sample may have 9512"),
         ("objective.temperature=2", r"^objective: temperature is 2\.0 but the tail bucket"),
     ],
