@@ -10,12 +10,16 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from safetensors import SafetensorError
 
 from opd import cluster
 from opd.config import GkdObjective, LearnerConfig
 from opd.device import HostProfile
 from opd.errors import LearnerLost, WorkerLost
 from opd.types import NO_LOSS, LossStats, OptimStats, TrainBatch
+
+FIRST_CAUSE_S = 10.0
+"""Longest wait for news of a lost rank, after another has failed."""
 
 
 class RankActor:
@@ -108,7 +112,10 @@ class MegatronLearner:
 
     async def export_hf(self, folder: Path) -> None:
         """Write config and safetensors (not the tokenizer) into an existing folder."""
-        await self._call("export", [(folder.resolve(),)] * len(self._ranks), what="writing a checkpoint")
+        try:
+            await self._call("export", [(folder.resolve(),)] * len(self._ranks), what="writing a checkpoint")
+        except SafetensorError as error:  # what safetensors makes of a full disk
+            raise OSError(str(error)) from None
 
     async def close(self) -> None:
         """End the ranks."""
@@ -124,10 +131,28 @@ class MegatronLearner:
 
     async def _await(self, calls: Sequence[ray.ObjectRef], *, what: str, timeout_s: float) -> list[Any]:
         waits = [
-            cluster.await_call(call, whom=f"learner rank {i}", what=what, timeout_s=timeout_s)
+            asyncio.ensure_future(cluster.await_call(call, whom=f"learner rank {i}", what=what, timeout_s=timeout_s))
             for i, call in enumerate(calls)
         ]
         try:
-            return list(await asyncio.gather(*waits))
-        except WorkerLost as lost:
-            raise LearnerLost(lost.whom, lost.what, lost.reason) from None
+            await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+            errors = _errors(waits)
+            if errors and not any(isinstance(error, WorkerLost) for error in errors):
+                # A rank that waits for a dead one in a collective may fail before the death is known.
+                await asyncio.wait(waits, timeout=FIRST_CAUSE_S)
+                errors = _errors(waits)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        for error in errors:
+            if isinstance(error, WorkerLost):
+                raise LearnerLost(error.whom, error.what, error.reason) from None
+        if errors:
+            raise errors[0]
+        return [wait.result() for wait in waits]
+
+
+def _errors(waits: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
+    """Give what those that are done have raised."""
+    return [error for wait in waits if wait.done() and (error := wait.exception())]
