@@ -96,7 +96,6 @@ async def spawn(
     threads: int,
     num_cpus: float = 0,
     num_gpus: float = 0,
-    control_thread: bool = False,
     timeout_s: float = 120.0,
 ) -> ActorHandle:
     """Give an actor of `cls` that runs; its constructor should be quick, since `timeout_s` bounds placement and it.
@@ -108,7 +107,6 @@ async def spawn(
         threads: Of its OpenMP pools; Ray would set them to `num_cpus`.
         num_cpus: Cores that it reserves; 0, since learner and engines take turns on the same cores.
         num_gpus: GPUs that it reserves.
-        control_thread: Give it a second thread, for calls made with `.options(concurrency_group="control")`.
         timeout_s: Longest wait until it runs.
 
     Raises:
@@ -127,7 +125,6 @@ async def spawn(
         num_gpus=num_gpus,
         max_restarts=0,
         runtime_env={"env_vars": env},
-        concurrency_groups={"control": 1} if control_thread else None,
     )
     actor: ActorHandle = actor_class(cls).remote(*args)
     try:

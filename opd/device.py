@@ -69,8 +69,11 @@ class HostProfile:
     @classmethod
     def cpu(cls, *, num_cpus: int) -> Self:
         """Give the profile of a host without GPUs."""
-        # Learner and engines take turns on the same cores: a thread that waits must sleep, not spin.
-        waits_asleep = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "1", "GOMP_SPINCOUNT": "0"}
+        # Freed memory stays with the process, in large pages: torch allocates and frees tens of MiB in every operation.
+        keeps_pages = {
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824"
+            ":glibc.malloc.trim_threshold=1073741824"
+        }
         return cls(
             kind="cpu",
             num_cpus=num_cpus,
@@ -78,12 +81,13 @@ class HostProfile:
             backend="gloo",
             bf16_products="upcast",
             engine_env={
-                **waits_asleep,
+                **keeps_pages,
+                "KMP_BLOCKTIME": "1",  # ms: the learner takes the cores when an engine is done
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in-process: starts in 3 s instead of 17 and runs faster
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "VLLM_NO_USAGE_STATS": "1",
             },
-            learner_env=waits_asleep,
+            learner_env=keeps_pages,
         )
 
     @classmethod

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from safetensors import SafetensorError
+from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
 
 from opd import cluster
 from opd.config import GkdObjective, LearnerConfig
@@ -20,6 +22,14 @@ from opd.types import NO_LOSS, LossStats, OptimStats, TrainBatch
 
 FIRST_CAUSE_S = 10.0
 """Longest wait for news of a lost rank, after another has failed."""
+
+
+ABORTS = "opd/aborts"
+"""Counter in the rendezvous store: one more makes every rank raise `StepAborted` at its next microbatch.
+
+Not a method, which would need a second thread in the actor: torch computes half as fast outside the main thread, whose
+memory allocator keeps freed pages.
+"""
 
 
 class RankActor:
@@ -41,6 +51,7 @@ class MegatronLearner:
     def __init__(self, ranks: Sequence[ActorHandle], config: LearnerConfig) -> None:
         self._ranks = list(ranks)
         self._config = config
+        self._store: TCPStore | None = None
 
     @classmethod
     async def start(
@@ -69,7 +80,6 @@ class MegatronLearner:
                 env={**profile.learner_env},
                 threads=threads,
                 num_gpus=1 if profile.has_gpus else 0,
-                control_thread=True,
             )
             for rank in range(size)
         ]
@@ -84,6 +94,7 @@ class MegatronLearner:
     async def _join(self) -> None:
         what, limit = "joining the process group and loading the student", self._config.start_timeout_s
         host, port = (await self._call("open_store", [()], what=what, timeout_s=limit))[0]  # rank 0 only
+        self._store = await asyncio.to_thread(TCPStore, host, port, is_master=False)
         await self._call("start", [(host, port)] * len(self._ranks), what=what, timeout_s=limit)
 
     async def forward_backward(self, batch: TrainBatch) -> LossStats:
@@ -106,9 +117,9 @@ class MegatronLearner:
 
     async def abort(self) -> None:
         """Make the running `forward_backward` or `evaluate` raise `StepAborted` at its next microbatch."""
-        group = {"concurrency_group": "control"}
-        calls = [rank.call.options(**group).remote("abort") for rank in self._ranks]
-        await self._await(calls, what="being told to stop", timeout_s=self._config.step_timeout_s)
+        assert self._store is not None, "the ranks have not joined"
+        with suppress(DistError):  # rank 0, which keeps the store, is lost: the call under way will say so
+            await asyncio.to_thread(self._store.add, ABORTS, 1)
 
     async def export_hf(self, folder: Path) -> None:
         """Write config and safetensors (not the tokenizer) into an existing folder."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -37,6 +36,7 @@ from opd.device import HostProfile
 from opd.errors import StepAborted
 from opd.learner import cpu_patches
 from opd.learner.fused_loss import LossTargets, fused_head_loss, head_metrics, logits_fp32
+from opd.learner.group import ABORTS
 from opd.learner.hf_weights import export_hf, load_hf
 from opd.learner.model import TORCH_DTYPES, build_model
 from opd.learner.objectives import TOKEN_METRICS
@@ -67,7 +67,7 @@ class LearnerRank:
         self._on_cpu = not profile.has_gpus
         self._device = torch.device(profile.torch_device)
         self._has_gradient = False
-        self._abort = threading.Event()
+        self._aborts_seen = 0
         if self._on_cpu:
             cpu_patches.apply()
             torch.set_num_threads(threads)
@@ -152,17 +152,14 @@ class LearnerRank:
         try:
             stats = self._run(microbatches, self._loss(1.0 / max(trained_tokens, 1)), forward_only=False)
         except StepAborted:
-            self._ddp.zero_grad_buffer()
-            raise
-        finally:
             with self._megatron():
-                finalize_model_grads([self._ddp])  # an aborted rank too: the others may be waiting for it in here
+                finalize_model_grads([self._ddp])  # the others may be waiting for this rank in here
+            self._clear_gradients()
+            raise
+        with self._megatron():
+            finalize_model_grads([self._ddp])
         self._has_gradient = trained_tokens > 0
         return stats
-
-    def abort(self) -> None:
-        """Make the `forward_backward` or `evaluate` that is running raise `StepAborted` at its next microbatch."""
-        self._abort.set()
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> LossStats:
         """Measure without a gradient."""
@@ -204,8 +201,7 @@ class LearnerRank:
         with self._megatron():
             outcome: Any = self._optimizer.step()
         successful, grad_norm, _ = outcome
-        self._ddp.zero_grad_buffer()
-        self._has_gradient = False
+        self._clear_gradients()
         return OptimStats(grad_norm=float(grad_norm), lr=lr, skipped=not successful, memory_gib=self.memory_gib())
 
     def export(self, folder: Path) -> None:
@@ -218,6 +214,19 @@ class LearnerRank:
         save_torch_state_dict(state, str(folder), metadata={"format": "pt"})
         config = self.hf_config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+    def _clear_gradients(self) -> None:
+        self._ddp.zero_grad_buffer()
+        # In fp32 the optimizer leaves param.grad pointing at main_grad, to which the next backward pass would add it.
+        self._optimizer.zero_grad()
+        self._has_gradient = False
+
+    def _raise_if_aborted(self) -> None:
+        """Look whether the driver has asked, since the last look, to abort what is running; see `ABORTS`."""
+        aborts = self._store.add(ABORTS, 0)
+        if aborts > self._aborts_seen:
+            self._aborts_seen = aborts
+            raise StepAborted
 
     def memory_gib(self) -> float:
         """Give the peak memory of this rank."""
@@ -260,9 +269,7 @@ class LearnerRank:
             return LossStats(sums=dict.fromkeys(TOKEN_METRICS, 0.0), tokens=0)
 
         def forward_step(batches: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            if self._abort.is_set():
-                self._abort.clear()
-                raise StepAborted
+            self._raise_if_aborted()
             batch: Microbatch = next(batches)
             positions = self._tensor(batch.position_ids)
             packed = self.model.packed_samples(positions, self._tensor(batch.cu_seqlens))

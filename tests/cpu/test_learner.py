@@ -198,6 +198,26 @@ def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(tmp_path: Path)
                 assert differs.mean() < 1e-3, (name, n)
 
 
+def _two_steps(rank: int, port: int, folder: Path, learner: LearnerConfig) -> list[float]:
+    made = make_rank(rank, port, folder, learner)
+    cut = pack(samples(), data_parallel=learner.data_parallel, max_tokens=150)
+    norms = []
+    for _ in range(3):
+        made.forward_backward(cut.ranks[rank], cut.trained_tokens)
+        norms.append(made.optim_step().grad_norm)
+    return norms
+
+
+def test_gradients_do_not_leak_into_the_next_step(tmp_path: Path) -> None:
+    """With next to no learning rate every step has the gradient of the first, in each kind of optimizer."""
+    folder = tiny(tmp_path / "model", ("llama", False, 6, 2))
+    still = FP32.model_copy(update={"lr": 1e-12})
+    two = still.model_copy(update={"data_parallel": 2, "distributed_optimizer": True})
+    for learner in (still, two, still.model_copy(update={"dtype": "bf16"})):
+        for norms in run_ranks(learner.data_parallel, _two_steps, folder, learner):
+            assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-4), learner.dtype
+
+
 def _longer_teacher_prompt(rank: int, port: int, folder: Path, sample: Sample) -> float:
     learner = make_rank(rank, port, folder, FP32)
     batch = pack([sample], data_parallel=1, max_tokens=64)

@@ -33,7 +33,7 @@ def renderer(tokenizer: PreTrainedTokenizerBase, folder: Path | None = None, **o
     return ChatRenderer(tokenizer, DataConfig.model_validate({"source": "unused", **options}), folder)
 
 
-def template_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **options: Any) -> list[int]:  # noqa: ANN401
+def template_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **options: Any) -> list[int]:
     """What `transformers` itself makes of the messages."""
     encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **options)
     return encoded["input_ids"]

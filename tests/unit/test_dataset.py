@@ -303,7 +303,7 @@ def test_holding_everything_out_stops_the_run(tmp_path: Path, heldout_source: st
 # The order of training
 
 
-def dataset_source(tmp_path: Path, rows: int = 10, **options: Any) -> DatasetSource:  # noqa: ANN401
+def dataset_source(tmp_path: Path, rows: int = 10, **options: Any) -> DatasetSource:
     train = prepared(write(tmp_path, [row(n) for n in range(rows)])).train
     return DatasetSource(train, **{"seed": 0, "max_epochs": 3, **options})
 
