@@ -61,8 +61,10 @@ def score_with_fault(folder: Path, kill_too: bool) -> tuple[list[Sample], list[S
     """Score, then again with engine 0 stopped (so that it surely has work) and perhaps killed."""
 
     async def main() -> tuple[list[Sample], list[Sample], ScoreCounters, int]:
+        # Generous, so that on a busy machine a healthy engine is not taken for a stopped one.
+        limit_s = 60.0 if kill_too else 15.0
         config = TeacherConfig.model_validate(
-            {"model": str(folder), "dtype": "fp32", "num_engines": 2, "kv_cache_gib": 0.1, "score_timeout_s": 8.0}
+            {"model": str(folder), "dtype": "fp32", "num_engines": 2, "kv_cache_gib": 0.1, "score_timeout_s": limit_s}
         )
         pool = teacher_pool(config, folder=folder, top_k=K, vocab_size=VOCAB, longest=LONGEST, profile=CPU)
         await pool.start()
@@ -92,9 +94,9 @@ def test_a_lost_engine_costs_no_scores(teacher: Path, kill_too: bool, caplog: py
     started = time.monotonic()
     with caplog.at_level(logging.WARNING, logger="opd.score.pool"):
         expected, given, counters, victim = score_with_fault(teacher, kill_too)
-    assert counters.restarts == 1
+    assert counters.restarts == 1, caplog.text
     assert f"scorer engine teacher/0 (pid {victim}) was lost while scoring" in caplog.text
-    assert ("worker process has died" if kill_too else "no answer after 8 s") in caplog.text
+    assert ("worker process has died" if kill_too else "no answer after 15 s") in caplog.text
     for a, b in zip(expected, given, strict=True):
         assert a.sample_id == b.sample_id
         assert a.score is not None
