@@ -33,7 +33,8 @@ def embedded() -> Preset:
             max_response_tokens=256,  # 3 of 1,000 are longer, and refused
         ),
         learner=LearnerConfig(lr=2e-4, schedule="cosine", warmup_steps=3, max_tokens_per_microbatch=1024),
-        run=LoopConfig(max_steps=30, samples_per_step=8, eval_every=10, save_every=15),
+        # no prefetch: a teacher that scores while the learner learns would take one of two cores
+        run=LoopConfig(max_steps=30, samples_per_step=8, prefetch_steps=0, eval_every=10, save_every=15),
     )
 
 

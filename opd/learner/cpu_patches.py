@@ -12,6 +12,7 @@ from typing import Any
 
 import megatron.core
 import torch
+from megatron.core.tensor_parallel import random as megatron_random
 from torch.overrides import TorchFunctionMode
 
 TESTED = ("0.16", "0.19")
@@ -83,3 +84,7 @@ def apply() -> None:
     cuda.current_stream = lambda *_: _NoStream()  # 0.19 orders its communication by streams
     cuda.default_stream = lambda *_: _NoStream()
     cuda.stream = lambda *_: contextlib.nullcontext()
+    # recomputation saves and restores the device's random state; on a CPU that is the one state there is
+    random: Any = megatron_random
+    random._get_cuda_rng_state = lambda **_: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, **_: torch.set_rng_state(state)

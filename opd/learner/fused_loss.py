@@ -25,7 +25,7 @@ from opd.learner.objectives import TOKEN_METRICS, gkd_loss, token_metrics
 from opd.matmul import fp32_precision
 
 _VOCAB_BLOCK = 8192
-"""Rows of the head that are widened to fp32 at a time on a CPU."""
+"""Rows of the head, or columns of the probabilities, that are converted to another type at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,6 +61,15 @@ def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
     return logits
 
 
+def _expected_row(probs: Tensor, weight: Tensor) -> Tensor:
+    """Give `probs @ weight` [C, H] in the type of `probs`, without a copy of all of `probs` in the type of `weight`."""
+    expected = torch.zeros(probs.shape[0], weight.shape[1], dtype=probs.dtype, device=probs.device)
+    for start in range(0, weight.shape[0], _VOCAB_BLOCK):
+        block = slice(start, start + _VOCAB_BLOCK)
+        expected += probs[:, block].to(weight.dtype) @ weight[block]
+    return expected
+
+
 def _add_weight_grad(weight_grad: Tensor, logit_grad: Tensor, hidden: Tensor) -> None:
     """`weight_grad [V, H] += logit_grad.T @ hidden`, accumulated in the type of `weight_grad`."""
     if hidden.dtype != torch.bfloat16:
@@ -88,8 +97,8 @@ def _chunk_loss(
     total = probs.sub_(peak).exp_().sum(1, keepdim=True)
     log_normalizer = total.log() + peak
     probs.mul_(total.reciprocal())
-    expected_row = probs.to(weight.dtype) @ weight  # [C, H] = p W
-    entropy = log_normalizer[:, 0] - (expected_row.to(probs.dtype) * hidden.to(probs.dtype)).sum(1)
+    expected_row = _expected_row(probs, weight)  # [C, H] = p W
+    entropy = log_normalizer[:, 0] - (expected_row * hidden.to(probs.dtype)).sum(1)
 
     logprobs = (picked - log_normalizer).requires_grad_(weight_grad is not None)  # [C, K+1]
     with torch.set_grad_enabled(weight_grad is not None):
@@ -104,7 +113,7 @@ def _chunk_loss(
     (grad,) = torch.autograd.grad(loss, logprobs, torch.full_like(loss, scale))  # [C, K+1]
     coefficient = -grad.sum(1, keepdim=True)
     sparse = torch.bmm(grad[:, None].to(weight.dtype), weight[targets.ids])[:, 0]  # Σ_k g_k W[id_k]
-    hidden_grad = (coefficient * expected_row.to(probs.dtype) + sparse).to(hidden.dtype)
+    hidden_grad = (coefficient * expected_row + sparse).to(hidden.dtype)
     _add_weight_grad(weight_grad, probs.mul_(coefficient).scatter_add_(1, targets.ids, grad), hidden)
     return metrics, hidden_grad
 

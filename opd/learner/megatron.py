@@ -212,6 +212,8 @@ class LearnerRank:
         tensors = export_hf(dict(self.model.named_parameters()), self.hf_config, dtype)
         state = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}  # gate and up are views of one matrix
         save_torch_state_dict(state, str(folder), metadata={"format": "pt"})
+        for file in folder.glob("*.safetensors"):
+            file.chmod(0o644)  # safetensors makes them private
         config = self.hf_config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 

@@ -7,8 +7,6 @@ chunk, `K` ids kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from transformers import AutoConfig
 
 from opd.config import Dtype
 from opd.device import HostProfile
+from opd.matmul import fp32_precision
 
 BLOCK = 32
 """Columns of which only the maximum is looked at first."""
@@ -78,7 +77,7 @@ class TeacherHead:
         """
         hidden = hidden.to(device=self._weight.device, dtype=self._weight.dtype)
         targets = targets.to(self._weight.device)
-        with _matmul_precision(self._precision):
+        with fp32_precision(self._precision):
             chunks = [
                 self._top_k_of_chunk(h, t, k)
                 for h, t in zip(hidden.split(self._chunk), targets.split(self._chunk), strict=True)
@@ -119,26 +118,6 @@ def _exact_top_k(x_CW: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
     candidates = blocks.gather(1, block_ids_CK[:, :, None].expand(-1, -1, BLOCK)).view(rows, k * BLOCK)
     values_CK, places_CK = candidates.topk(k, dim=1)
     return values_CK, block_ids_CK.gather(1, places_CK // BLOCK) * BLOCK + places_CK % BLOCK
-
-
-def set_matmul_precision(precision: str) -> str:
-    """Set how oneDNN multiplies fp32 matrices on a CPU, `ieee` or `bf16`; give what was set before.
-
-    `bf16` rounds the operands (exact where they came from bf16), runs on the bf16 units and adds up in fp32.
-    """
-    matmul = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue] - made when torch is imported
-    before = matmul.fp32_precision
-    matmul.fp32_precision = precision
-    return before
-
-
-@contextmanager
-def _matmul_precision(precision: str) -> Iterator[None]:
-    before = set_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        set_matmul_precision(before)
 
 
 def _read_head(folder: Path) -> torch.Tensor:

@@ -11,7 +11,7 @@ from vllm.logprobs import FlatLogprobs
 
 from opd.config import Dtype
 from opd.device import HostProfile
-from opd.score.head import set_matmul_precision
+from opd.matmul import set_fp32_precision
 from opd.score.requests import ScoredTokens, ScoreRequest
 from opd.score.vllm_engine import VllmEngine
 from opd.types import TeacherScore
@@ -26,7 +26,7 @@ class HeadSettings:
     def set_up_head(self, vocab_size: int, matmul_precision: str) -> None:
         """Cut the logits to the ids that count; let oneDNN round operands of the fp32 lm_head."""
         self.model_runner.model.logits_processor.org_vocab_size = vocab_size
-        set_matmul_precision(matmul_precision)
+        set_fp32_precision(matmul_precision)
 
 
 class PromptLogprobScorer:
