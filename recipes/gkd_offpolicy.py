@@ -17,7 +17,7 @@ def recipe(host: HostProfile) -> RunConfig:
         data=preset.data,  # prompts with reference answers
         rollout=None,  # no student engine ...
         weight_sync=None,  # ... and nothing to broadcast to
-        objective=GkdObjective(beta=0.5, temperature=1.0, top_k=64, tail="bucket"),
+        objective=GkdObjective(beta=0.0, temperature=1.0, top_k=64, tail="bucket"),  # forward KL
         learner=preset.learner,
         run=preset.run,
     )
