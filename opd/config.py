@@ -139,7 +139,7 @@ class LearnerConfig(Config):
     distributed_optimizer: bool = Field(default=False, description="split Adam's state over the data-parallel ranks")
     max_tokens_per_microbatch: Positive = Field(default=2048, description="samples are packed up to this many tokens")
     recompute: bool = Field(default=False, description="recompute activations in the backward pass: slower, smaller")
-    loss_chunk_tokens: Positive = Field(default=512, description="tokens whose logits exist at the same time")
+    loss_chunk_tokens: Positive = Field(default=256, description="tokens whose logits exist at the same time")
     threads: NonNegative = Field(default=0, description="CPU threads of one rank; 0: shared out evenly")
     start_timeout_s: Seconds = Field(default=600.0, description="longest wait for a rank to load")
     step_timeout_s: Seconds = Field(default=1800.0, description="longest wait for a rank in one step")
