@@ -184,7 +184,7 @@ async def train(config: RunConfig, parts: Parts, heldout: Sequence[Sample], stop
         await _save(parts, outcome)
     except (LearnerLost, CheckpointError):
         raise
-    except Exception:
+    except Exception:  # whatever it was, the learner is alive and its weights are worth keeping
         try:
             await _save(parts, outcome)
         except (CheckpointError, LearnerLost) as unsaved:  # what ended the run is what must be told
