@@ -139,6 +139,11 @@ async def spawn(
     return actor
 
 
+def num_hosts() -> int:
+    """Give how many hosts the session has."""
+    return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
+
+
 def kill(actor: ActorHandle) -> None:
     """End an actor at once; fine for one that is dead already."""
     try:

@@ -54,6 +54,62 @@ class TeacherConfig(Config):
     max_restarts: NonNegative = Field(default=3, description="restarts of lost engines in a run before it stops")
 
 
+class RolloutConfig(Config):
+    """The student's own answers, written by vLLM engines."""
+
+    on_policy_fraction: Share = Field(
+        default=1.0, description="probability, drawn per sample, that the student answers; else the data set's answer"
+    )
+    max_staleness: NonNegative = Field(
+        default=0, description="optimiser steps an answer may lag behind; 0: answers and learning take turns"
+    )
+    samples_per_prompt: Positive = Field(default=1, description="answers to each prompt of a step")
+    temperature: Annotated[float, Field(gt=0)] = Field(default=1.0, description="of sampling")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="nucleus; 1: off")
+    top_k: NonNegative = Field(default=0, description="likeliest ids to sample from; 0: all")
+    min_p: Share = Field(default=0.0, description="least probability, as a share of the likeliest id's; 0: off")
+    max_new_tokens: Positive = Field(default=256, description="longest answer, end token included")
+    truncated_answers: Literal["train", "mask"] = Field(
+        default="train", description="answers cut off at max_new_tokens: train on them, or on none of their tokens"
+    )
+    heldout_answers: NonNegative = Field(
+        default=32, description="held-out prompts answered at each evaluation; 0: none"
+    )
+    heldout_temperature: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="of those answers; 0: the likeliest id"
+    )
+    num_engines: Positive = Field(default=1, description="vLLM engines; prompts go to the least loaded")
+    tensor_parallel: Positive = Field(default=1, description="GPUs (or CPU worker processes) of one engine")
+    max_running: Positive = Field(default=256, description="answers that one engine writes at the same time")
+    max_batched_tokens: Positive = Field(default=2048, description="tokens that an engine computes at once")
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.85, description="GPU: share vLLM may take"
+    )
+    kv_cache_gib: Annotated[float, Field(gt=0)] = Field(default=0.5, description="CPU: GiB of KV cache of one engine")
+    poll_s: Seconds = Field(default=0.25, description="an engine tells at least so often which answers are finished")
+    start_timeout_s: Seconds = Field(default=600.0, description="longest wait for an engine to load")
+    answer_timeout_s: Seconds = Field(default=120.0, description="longest wait for a sign of life while answering")
+    max_restarts: NonNegative = Field(default=3, description="restarts of lost engines in a run before it stops")
+
+
+class WeightSyncConfig(Config):
+    """How the learner's weights reach the rollout engines."""
+
+    every_steps: Positive = Field(default=1, description="optimiser steps between syncs")
+    transport: Literal["auto", "shared_memory", "gloo", "nccl"] = Field(
+        default="auto", description="auto: nccl with GPUs, else shared_memory on one host and gloo between hosts"
+    )
+    bucket_mib: Positive = Field(default=64, description="MiB sent at a time; each side holds two")
+    timeout_s: Seconds = Field(default=120.0, description="longest wait for the other side")
+    parity_every: NonNegative = Field(
+        default=10,
+        description="steps between comparisons of engine and learner log-probs; 0: after the first sync only",
+    )
+    parity_tolerance: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="largest mean gap in nats before the run stops; unset: 0.15 in bf16, 0.001 in fp32"
+    )
+
+
 class DataConfig(Config):
     """Prompts and reference answers."""
 
@@ -83,6 +139,9 @@ class DataConfig(Config):
     )
     control_text: Literal["split", "refuse"] = Field(
         default="split", description="text that spells a control token: split it into plain tokens, or refuse the row"
+    )
+    grader: Literal["none", "gsm8k", "math_verify", "reasoning_gym"] = Field(
+        default="none", description="what judges the student's answers to held-out prompts"
     )
     max_prompt_tokens: Positive = Field(default=512, description="longer prompts are refused")
     max_response_tokens: Positive = Field(default=512, description="longest response, end token included")
@@ -169,19 +228,22 @@ class RunConfig(Config):
     student: StudentConfig
     teachers: list[TeacherConfig] = Field(min_length=1, max_length=1)
     data: DataConfig
-    rollout: None = Field(default=None, description="no student engine: answers come from the data set")
-    weight_sync: None = Field(default=None, description="nothing to broadcast to")
+    rollout: RolloutConfig | None = Field(default=None, description="unset: answers come from the data set")
+    weight_sync: WeightSyncConfig | None = Field(default=None, description="set where rollout is")
     objective: GkdObjective = GkdObjective()
     learner: LearnerConfig = LearnerConfig()
     run: LoopConfig
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
-        longest = self.data.max_prompt_tokens + self.data.max_response_tokens
+        response, field = self.data.max_response_tokens, "data.max_response_tokens"
+        if self.rollout is not None and self.rollout.max_new_tokens > response:
+            response, field = self.rollout.max_new_tokens, "rollout.max_new_tokens"
+        longest = self.data.max_prompt_tokens + response
         if longest > self.learner.max_tokens_per_microbatch:
             raise ValueError(
                 f"learner.max_tokens_per_microbatch is {self.learner.max_tokens_per_microbatch} but a sample may have "
-                f"{longest} tokens (data.max_prompt_tokens + data.max_response_tokens); raise it or lower those"
+                f"{longest} tokens (data.max_prompt_tokens + {field}); raise it or lower those"
             )
         if self.run.samples_per_step < self.learner.data_parallel:
             raise ValueError(
@@ -195,4 +257,29 @@ class RunConfig(Config):
             )
         if self.learner.min_lr > self.learner.lr:
             raise ValueError(f"learner.min_lr {self.learner.min_lr} is above learner.lr {self.learner.lr}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_rollout(self) -> Self:
+        rollout, sync = self.rollout, self.weight_sync
+        if (rollout is None) != (sync is None):
+            given, missing = ("weight_sync", "rollout") if rollout is None else ("rollout", "weight_sync")
+            raise ValueError(f"{given} is set but {missing} is not; set both (on-policy) or neither (off-policy)")
+        if rollout is None or sync is None:
+            return self
+        if sync.every_steps > rollout.max_staleness + 1:
+            raise ValueError(
+                f"weight_sync.every_steps is {sync.every_steps}, so answers lag {sync.every_steps - 1} steps behind, "
+                f"more than rollout.max_staleness {rollout.max_staleness} allows; raise that or sync more often"
+            )
+        if self.run.samples_per_step % rollout.samples_per_prompt:
+            raise ValueError(
+                f"run.samples_per_step is {self.run.samples_per_step}, not a multiple of rollout.samples_per_prompt "
+                f"{rollout.samples_per_prompt}"
+            )
+        if rollout.samples_per_prompt > 1 and rollout.on_policy_fraction < 1:
+            raise ValueError(
+                f"rollout.samples_per_prompt is {rollout.samples_per_prompt}, but a data set has one answer to a "
+                "prompt; use 1, or on_policy_fraction=1"
+            )
         return self

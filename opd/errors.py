@@ -30,3 +30,11 @@ class ScoringError(ValueError):
 
 class StepAborted(RuntimeError):
     """A learner rank stopped between two microbatches because it was told to; the weights are unchanged."""
+
+
+class ParityError(RuntimeError):
+    """Rollout engine and learner give the same tokens different log-probabilities; names the engine and the gap."""
+
+
+class RolloutError(ValueError):
+    """Answering cannot go on; the message names the lost engine, or the sample and the position."""

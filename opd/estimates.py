@@ -57,7 +57,7 @@ class LearnerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Bytes of one teacher engine."""
+    """Bytes of one vLLM engine."""
 
     weights: int
     kv_cache: int
@@ -79,6 +79,8 @@ class Estimates:
     """Of one rank."""
     engines: tuple[EngineMemory, ...]
     """Of one engine of each teacher."""
+    rollout: EngineMemory | None
+    """Of one rollout engine; None off-policy."""
     total_memory: int
     """All processes of a run on this machine's CPUs, libraries included."""
     machine_memory: int
@@ -145,6 +147,17 @@ def engine_memory(parameters: int, config: PretrainedConfig, teacher: TeacherCon
     )
 
 
+def rollout_memory(parameters: int, config: RunConfig, *, on_gpu: bool) -> EngineMemory | None:
+    """Give what one rollout engine needs, over all its GPUs; None where there is none."""
+    if config.rollout is None:
+        return None
+    return EngineMemory(
+        weights=parameters * BYTES[config.learner.dtype],
+        kv_cache=0 if on_gpu else int(config.rollout.kv_cache_gib * GIB),
+        head=0,
+    )
+
+
 def kv_cache_bytes(tokens: int, config: PretrainedConfig, dtype: Dtype) -> int:
     """Give the KV cache that a sequence needs where all layers attend to all tokens."""
     text = config.get_text_config()
@@ -186,17 +199,18 @@ def estimate(
         engine_memory(model.parameters, model.config, teacher, on_gpu=host.has_gpus)
         for model, teacher in zip(teachers, config.teachers, strict=True)
     )
+    rollout = rollout_memory(student.parameters, config, on_gpu=host.has_gpus)
     ranks = config.learner.data_parallel
-    processes = 1 + ranks + sum(t.num_engines for t in config.teachers)
-    total = PROCESS_BYTES * processes
+    counted = _counted_engines(config, engines, rollout)
+    total = PROCESS_BYTES * (1 + ranks + sum(count for count, _ in counted))
     if not host.has_gpus:
-        total += ranks * learner.total
-        total += sum(t.num_engines * e.total for t, e in zip(config.teachers, engines, strict=True))
+        total += ranks * learner.total + sum(count * engine.total for count, engine in counted)
     whole, free = machine_memory()
     saves = 1 if not run.save_every else -(-num_steps // run.save_every)
     return Estimates(
         learner=learner,
         engines=engines,
+        rollout=rollout,
         total_memory=total,
         machine_memory=whole,
         free_memory=free,
@@ -204,6 +218,16 @@ def estimate(
         checkpoints_kept=min(saves, run.keep_last + 2),  # the best one, and the one that is being written
         free_disk=free_disk(config.output_dir),
     )
+
+
+def _counted_engines(
+    config: RunConfig, engines: Sequence[EngineMemory], rollout: EngineMemory | None
+) -> list[tuple[int, EngineMemory]]:
+    """Give number and memory of each kind of engine."""
+    counted = [(t.num_engines, e) for t, e in zip(config.teachers, engines, strict=True)]
+    if config.rollout is not None and rollout is not None:
+        counted.append((config.rollout.num_engines, rollout))
+    return counted
 
 
 def check_disk(config: RunConfig, estimates: Estimates) -> None:
@@ -230,7 +254,7 @@ def check_memory(config: RunConfig, host: HostProfile, estimates: Estimates) -> 
     if host.has_gpus:
         return []
     learner, ranks = estimates.learner, config.learner.data_parallel
-    engines = [(t.num_engines, e) for t, e in zip(config.teachers, estimates.engines, strict=True)]
+    engines = _counted_engines(config, estimates.engines, estimates.rollout)
     state = ranks * learner.state + sum(count * e.total for count, e in engines)
     remedy = _memory_remedy(config.learner, engines, learner)
     if state > estimates.machine_memory:
@@ -256,16 +280,20 @@ def _memory_remedy(learner: LearnerConfig, engines: Sequence[tuple[int, EngineMe
     return "choose a smaller student, or lower learner.data_parallel"
 
 
-def kv_warnings(config: RunConfig, host: HostProfile, teachers: Sequence[ModelFacts], longest_sample: int) -> list[str]:
-    """Warn of a KV cache that may not hold the longest sample: vLLM would refuse to start."""
+def kv_warnings(
+    config: RunConfig, host: HostProfile, student: ModelFacts, teachers: Sequence[ModelFacts], longest: int
+) -> list[str]:
+    """Warn of a KV cache that may not hold the longest sequence: vLLM would refuse to start."""
     if host.has_gpus:
         return []
-    warnings = []
-    for i, (model, teacher) in enumerate(zip(teachers, config.teachers, strict=True)):
-        needed = kv_cache_bytes(longest_sample + 1, model.config, teacher.dtype)
-        if needed > teacher.kv_cache_gib * GIB:
-            warnings.append(
-                f"teachers.{i}.kv_cache_gib is {teacher.kv_cache_gib:g}, but the longest sample "
-                f"({longest_sample} tokens) may need {size_text(needed)}; raise it"
-            )
-    return warnings
+    caches: list[tuple[str, float, PretrainedConfig, Dtype]] = [
+        (f"teachers.{i}.kv_cache_gib", teacher.kv_cache_gib, model.config, teacher.dtype)
+        for i, (model, teacher) in enumerate(zip(teachers, config.teachers, strict=True))
+    ]
+    if config.rollout is not None:
+        caches.append(("rollout.kv_cache_gib", config.rollout.kv_cache_gib, student.config, config.learner.dtype))
+    return [
+        f"{field} is {gib:g}, but the longest sequence ({longest} tokens) may need {size_text(needed)}; raise it"
+        for field, gib, model_config, dtype in caches
+        if (needed := kv_cache_bytes(longest + 1, model_config, dtype)) > gib * GIB
+    ]

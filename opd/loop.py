@@ -1,11 +1,12 @@
-"""The training loop: source → scorer → pack → learner, with evaluation and checkpoints. Knows the seams only.
+"""The training loop, on- and off-policy: batch → forward_backward → optim_step → sync. Knows the seams only.
 
-    ScoredBatches (a task)                          train()
-      source.next_samples ─► scorer.score ─► pack ──queue──► forward_backward ─► optim_step ─► report
-      waits for room in the queue                            waits for a scored batch
+    ScoredBatches (tasks, see batches.py)            train()
+      source ─► rollout ─► scorer ─► pack ──queue──► forward_backward ─► optim_step ─► sync ─► report
+                   ▲                                                                    │
+                   └──────────────── engines have the weights of version v ◄────────────┘
 
-The queue holds `run.prefetch_steps` batches: the teacher scores coming steps while the learner learns. At 0 the two
-take turns. Whatever ends the loop early (a signal, an error outside the learner) leaves a checkpoint of the last step.
+Off-policy there is neither rollout nor sync, and nothing else differs. Whatever ends the loop early (a signal, an error
+outside the learner) leaves a checkpoint of the last step.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from opd.batches import ScoredBatch, ScoredBatches, answer_seed, gather_or_cancel, pack_for
 from opd.config import RunConfig
-from opd.data.packing import pack
 from opd.errors import CheckpointError, LearnerLost, StepAborted
-from opd.protocols import Learner, SampleSource, Scorer
-from opd.types import LossStats, OptimStats, Sample, TrainBatch
+from opd.protocols import Learner, Rollout, SampleSource, Scorer, WeightSync
+from opd.types import LossStats, OptimStats, Sample, SyncStats, TrainBatch
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -36,8 +37,12 @@ class Observer(Protocol):
         """One optimiser step is done."""
         ...
 
-    def evaluation(self, step: int, heldout: LossStats) -> None:
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """The held-out rows were measured after `step` steps."""
+        ...
+
+    def first_sync(self, sync: SyncStats) -> None:
+        """The engines have the starting weights."""
         ...
 
 
@@ -54,15 +59,23 @@ class Checkpoints(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredBatch:
-    """What one step learns from."""
+class Evaluation:
+    """The student on held-out rows."""
 
-    samples: Sequence[Sample]
-    batch: TrainBatch
-    score_s: float
-    """Seconds that the scorer took."""
-    source_state: Mapping[str, Any]
-    """Where the source stood after giving these samples."""
+    on_dataset: LossStats | None = None
+    """On the data set's answers."""
+    on_own: LossStats | None = None
+    """On the student's own answers, written for this evaluation."""
+    answers: Sequence[Sample] = ()
+    """Those."""
+    summary: Mapping[str, float] = field(default_factory=dict)
+    """Metric name → what was found of them: accuracy, lengths."""
+
+    @property
+    def forward_kl(self) -> float | None:
+        """What checkpoints are compared by: on the student's own answers where there are any."""
+        stats = self.on_own or self.on_dataset
+        return stats.means().get("loss/forward_kl") if stats else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +86,18 @@ class StepReport:
     scored: ScoredBatch
     loss: LossStats
     optim: OptimStats
+    sync: SyncStats | None
+    """None when nothing was synced."""
+    staleness: Sequence[int]
+    """Of each answer of the student: steps between the oldest weights that wrote it and those that learned from it."""
     learn_s: float
     """forward_backward and optim_step."""
     wait_learn_s: float
     """The learner waited for a scored batch."""
     wait_score_s: float
     """The scorer had nothing to do."""
+    wait_rollout_s: float
+    """The rollout engines had nothing to do."""
     step_s: float
 
 
@@ -94,69 +113,30 @@ class Outcome:
     """Step of the newest checkpoint of this run; -1: none."""
     source_state: Mapping[str, Any] = field(default_factory=dict)
     """Where the source stood after the last step."""
-    heldout: dict[int, LossStats] = field(default_factory=dict)
+    synced: int = 0
+    """Version of the weights that the rollout engines have."""
+    heldout: dict[int, Evaluation] = field(default_factory=dict)
     """Steps done → held-out measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What `run.py` put together."""
+    """What `session.py` put together."""
 
     source: SampleSource
     scorer: Scorer
     learner: Learner
     observer: Observer
     checkpoints: Checkpoints
+    rollout: Rollout | None = None
+    weight_sync: WeightSync | None = None
+    """Where `rollout` is."""
+    examine: Callable[[Sequence[Sample]], Mapping[str, float]] | None = None
+    """Judges the student's answers to held-out prompts: metric name → number; where `rollout` is."""
 
 
 class Stopped(Exception):
     """The stop event was set while something was waited for."""
-
-
-class ScoredBatches:
-    """Scores the samples of coming steps, `prefetch` of them ahead of the learner."""
-
-    def __init__(self, config: RunConfig, source: SampleSource, scorer: Scorer) -> None:
-        self._config, self._source, self._scorer = config, source, scorer
-        self._ahead: asyncio.Queue[asyncio.Task[ScoredBatch | None]] = asyncio.Queue()
-        self._last: asyncio.Task[ScoredBatch | None] | None = None
-        self._started = 0
-
-    async def next(self, last_step: int) -> ScoredBatch | None:
-        """Give the next step's batch; None when the data has ended. Nothing is scored for steps after `last_step`."""
-        wanted = self._config.run.prefetch_steps + 1
-        while self._ahead.qsize() < wanted and self._started < last_step:
-            self._started += 1
-            self._last = asyncio.create_task(self._make(after=self._last))
-            self._ahead.put_nowait(self._last)
-        return await self._ahead.get_nowait()
-
-    async def cancel(self) -> None:
-        """End the scoring that is under way."""
-        tasks = [self._ahead.get_nowait() for _ in range(self._ahead.qsize())]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # whoever awaited a batch has its error already
-
-    async def _make(self, after: asyncio.Task[ScoredBatch | None] | None) -> ScoredBatch | None:
-        if after is not None:
-            await after  # one after the other: the order of the data stays, and what ends one ends those that follow
-        samples = await self._source.next_samples(self._config.run.samples_per_step)
-        if not samples:
-            return None
-        source_state = self._source.state()
-        started = time.perf_counter()
-        samples = await self._scorer.score(samples)
-        score_s = time.perf_counter() - started
-        return ScoredBatch(
-            samples=samples, batch=pack_for(self._config, samples), score_s=score_s, source_state=source_state
-        )
-
-
-def pack_for(config: RunConfig, samples: Sequence[Sample]) -> TrainBatch:
-    """Pack scored samples as the learner's config asks."""
-    learner = config.learner
-    return pack(samples, data_parallel=learner.data_parallel, max_tokens=learner.max_tokens_per_microbatch)
 
 
 async def train(config: RunConfig, parts: Parts, heldout: Sequence[Sample], stop: asyncio.Event) -> Outcome:
@@ -173,7 +153,7 @@ async def train(config: RunConfig, parts: Parts, heldout: Sequence[Sample], stop
         Exception: anything else that ended the run, after a checkpoint of the last step was written.
     """
     outcome = Outcome()
-    batches = ScoredBatches(config, parts.source, parts.scorer)
+    batches = ScoredBatches(config, parts.source, parts.scorer, parts.rollout)
     try:
         try:
             await _train(config, parts, batches, heldout, outcome, stop)
@@ -202,15 +182,18 @@ async def _train(
     stop: asyncio.Event,
 ) -> None:
     run = config.run
-    measured = await until_stopped(_score_heldout(config, parts, heldout), stop)
-    await _evaluate(parts, measured, outcome, stop)
+    if parts.weight_sync is not None:  # before the first answer: what the engines loaded may not be what is trained
+        parts.observer.first_sync(await parts.weight_sync.sync(probe=True))
+    heldout_batch = await until_stopped(_score_heldout(config, parts, heldout), stop)
+    examiner = _Examiner(config, parts, heldout, heldout_batch)
+    await examiner.evaluate(outcome, stop)
     more = True
     while more:
         more = await _step(config, parts, batches, outcome, stop) and outcome.steps < run.max_steps
         evaluates = run.eval_every and outcome.steps % run.eval_every == 0
         saves = run.save_every and outcome.steps % run.save_every == 0
         if evaluates or saves or not more:  # a checkpoint is measured, so that the best one is known
-            await _evaluate(parts, measured, outcome, stop)
+            await examiner.evaluate(outcome, stop)
         if saves or not more:
             await _save(parts, outcome)
 
@@ -218,20 +201,26 @@ async def _train(
 async def _step(config: RunConfig, parts: Parts, batches: ScoredBatches, outcome: Outcome, stop: asyncio.Event) -> bool:
     """Do one optimiser step; False when there is no data left."""
     started = time.perf_counter()
-    scored = await until_stopped(batches.next(config.run.max_steps), stop)
+    scored = await until_stopped(
+        batches.next(version=_engine_version(parts, outcome), last_step=config.run.max_steps), stop
+    )
     if scored is None:
         log.info("the data ended after %d steps", outcome.steps)
         return False
     ready = time.perf_counter()
+    staleness = scored.staleness(version=outcome.steps)
+    _check_staleness(config, scored, staleness)
     loss = await until_stopped(parts.learner.forward_backward(scored.batch), stop, parts.learner)
     step = outcome.steps + 1
     if not all(math.isfinite(total) for total in loss.sums.values()):
         names = ", ".join(sorted(s.sample_id for s in scored.samples))
         raise FloatingPointError(f"step {step}: the loss is not finite; the weights are unchanged. Samples: {names}")
     optim = await parts.learner.optim_step()
-    ended = time.perf_counter()
+    learned = time.perf_counter()
     outcome.steps = step
     outcome.source_state = scored.source_state
+    sync = await _sync(config, parts, outcome)  # not ended by a stop: it is short, and engines hold no half weights
+    ended = time.perf_counter()
     if loss.tokens and loss.sums["loss/total"] == 0.0:
         log.warning("step %d: the loss is exactly 0; are student and teacher the same model?", step)
     parts.observer.step(
@@ -240,34 +229,105 @@ async def _step(config: RunConfig, parts: Parts, batches: ScoredBatches, outcome
             scored=scored,
             loss=loss,
             optim=optim,
-            learn_s=ended - ready,
+            sync=sync,
+            staleness=staleness,
+            learn_s=learned - ready,
             wait_learn_s=ready - started,
             wait_score_s=max(0.0, ended - started - scored.score_s),
+            wait_rollout_s=max(0.0, ended - started - scored.rollout_s) if parts.rollout else 0.0,
             step_s=ended - started,
         )
     )
     return True
 
 
+def _engine_version(parts: Parts, outcome: Outcome) -> int:
+    """Give the version of the weights that write answers; without engines nothing is written, and nothing stale."""
+    return outcome.steps if parts.weight_sync is None else outcome.synced
+
+
+def _check_staleness(config: RunConfig, scored: ScoredBatch, staleness: Sequence[int]) -> None:
+    """Stop on an answer older than the bound, which pacing should make impossible."""
+    if config.rollout is not None and max(staleness, default=0) > config.rollout.max_staleness:
+        raise RuntimeError(
+            f"an answer is {max(staleness)} steps old, rollout.max_staleness is {config.rollout.max_staleness}; this "
+            f"is a bug. Samples: {', '.join(s.sample_id for s in scored.samples)}"
+        )
+
+
+async def _sync(config: RunConfig, parts: Parts, outcome: Outcome) -> SyncStats | None:
+    """Bring the new weights to the engines, where that is due and somebody will use them."""
+    settings, step = config.weight_sync, outcome.steps
+    if parts.weight_sync is None or settings is None:
+        return None
+    last = step == config.run.max_steps
+    if not last and step % settings.every_steps:
+        return None
+    probes = bool(settings.parity_every) and step % settings.parity_every == 0
+    stats = await parts.weight_sync.sync(probe=probes or last)
+    outcome.synced = stats.version
+    return stats
+
+
 async def _score_heldout(config: RunConfig, parts: Parts, heldout: Sequence[Sample]) -> TrainBatch | None:
-    """Score the held-out rows, once: the teacher does not change."""
+    """Score the held-out rows' own answers, once: the teacher does not change."""
     return pack_for(config, await parts.scorer.score(heldout)) if heldout else None
 
 
-async def _evaluate(parts: Parts, heldout: TrainBatch | None, outcome: Outcome, stop: asyncio.Event) -> None:
-    if heldout is None or outcome.steps in outcome.heldout:
-        return
-    stats = await until_stopped(parts.learner.evaluate(heldout), stop, parts.learner)
-    outcome.heldout[outcome.steps] = stats
-    parts.observer.evaluation(outcome.steps, stats)
+@dataclass(frozen=True, slots=True)
+class _Examiner:
+    """Measures the student on held-out rows."""
+
+    config: RunConfig
+    parts: Parts
+    heldout: Sequence[Sample]
+    batch: TrainBatch | None
+    """Their own answers, scored."""
+
+    async def evaluate(self, outcome: Outcome, stop: asyncio.Event) -> None:
+        """Measure the student as it is now, unless that was done."""
+        if not self.heldout or outcome.steps in outcome.heldout:
+            return
+        on_dataset = await self._loss(self.batch, stop)
+        answers = await until_stopped(self._answers(outcome), stop)
+        own = pack_for(self.config, answers) if answers else None
+        on_own = await self._loss(own, stop)
+        examine = self.parts.examine
+        summary = examine(answers) if examine and answers else {}
+        evaluation = Evaluation(on_dataset=on_dataset, on_own=on_own, answers=answers, summary=summary)
+        outcome.heldout[outcome.steps] = evaluation
+        self.parts.observer.evaluation(outcome.steps, evaluation)
+
+    async def _loss(self, batch: TrainBatch | None, stop: asyncio.Event) -> LossStats | None:
+        if batch is None:
+            return None
+        return await until_stopped(self.parts.learner.evaluate(batch), stop, self.parts.learner)
+
+    async def _answers(self, outcome: Outcome) -> Sequence[Sample]:
+        """Give held-out prompts with the student's answers, scored."""
+        rollout, settings = self.parts.rollout, self.config.rollout
+        if rollout is None or settings is None or not settings.heldout_answers:
+            return ()
+        if outcome.synced != outcome.steps:  # what is measured is the student of this step
+            assert self.parts.weight_sync is not None
+            outcome.synced = (await self.parts.weight_sync.sync(probe=False)).version
+        calls = [
+            rollout.answer(
+                sample.prompt,
+                seed=answer_seed(self.config.run.seed, sample.sample_id),
+                temperature=settings.heldout_temperature,
+            )
+            for sample in self.heldout[: settings.heldout_answers]
+        ]
+        return await self.parts.scorer.score(await gather_or_cancel(*calls))
 
 
 async def _save(parts: Parts, outcome: Outcome) -> None:
     """Write a checkpoint of the student as it is now, unless that was done."""
     if outcome.saved_step == outcome.steps:
         return
-    stats = outcome.heldout.get(outcome.steps)
-    forward_kl = stats.means().get("loss/forward_kl") if stats else None
+    evaluation = outcome.heldout.get(outcome.steps)
+    forward_kl = evaluation.forward_kl if evaluation else None
     await parts.checkpoints.save(outcome.steps, forward_kl, outcome.source_state)
     outcome.saved_step = outcome.steps
 

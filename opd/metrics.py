@@ -22,10 +22,10 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from opd import durable
-from opd.types import LossStats, Sample
+from opd.types import Sample, SyncStats
 
 if TYPE_CHECKING:
-    from opd.loop import StepReport
+    from opd.loop import Evaluation, StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -59,21 +59,46 @@ METRICS: dict[str, Metric] = {
     "sample/truncated_share": Metric("share", "responses that were cut off"),
     "sample/ended_share": Metric("share", "responses that end with an end token"),
     "sample/on_policy_share": Metric("share", "samples that the student wrote"),
+    "sample/empty_share": Metric("share", "answers of the student that ended at once: nothing but an end token"),
     "sample/refused_rows": Metric("rows", "data set rows that were not used, since the start"),
     "heldout/forward_kl": Metric(_PER_TOKEN, "loss/forward_kl on the held-out rows"),
     "heldout/reverse_kl": Metric(_PER_TOKEN, "loss/reverse_kl on the held-out rows"),
     "heldout/cross_entropy": Metric(_PER_TOKEN, "loss/cross_entropy on the held-out rows"),
+    "heldout/own_forward_kl": Metric(_PER_TOKEN, "loss/forward_kl on the student's own answers to held-out prompts"),
+    "heldout/own_reverse_kl": Metric(_PER_TOKEN, "loss/reverse_kl on the student's own answers to held-out prompts"),
+    "heldout/accuracy": Metric("share", "of the student's answers to held-out prompts: right, as data.grader judges"),
+    "heldout/response_tokens_mean": Metric("tokens", "length of those answers"),
+    "heldout/truncated_share": Metric("share", "those that were cut off"),
+    "heldout/ended_share": Metric("share", "those that ended"),
+    "rollout/logprob_gap": Metric(
+        _PER_TOKEN, "mean |learner - engine log-probability| of the student's own tokens, when they are learned from"
+    ),
+    "staleness/max_versions": Metric(
+        "steps", "optimiser steps between the weights that wrote an answer and learned it"
+    ),
+    "staleness/mean_versions": Metric("steps", "the same, mean over the student's answers of the step"),
+    "parity/logprob_gap_max": Metric("nats", "rollout engines against the learner on the probe's tokens, same weights"),
+    "parity/logprob_gap_mean": Metric("nats", "the same, mean"),
+    "sync/weight_version": Metric("steps", "optimiser steps behind the weights that the rollout engines have"),
+    "sync/gib_per_s": Metric("GiB/s", "size of the weights by time/sync_s"),
     "time/step_s": Metric("s", "the whole step, from waiting for its batch to its weights"),
-    "time/score_s": Metric("s", "scoring of the step's samples; overlaps the learning of earlier steps"),
+    "time/rollout_s": Metric(
+        "s", "answering of the step's prompts, first to last; overlaps scoring, and earlier steps"
+    ),
+    "time/score_s": Metric("s", "scoring of the step's samples, first to last; overlaps the learning of earlier steps"),
     "time/learn_s": Metric("s", "forward, backward and optimiser"),
+    "time/sync_s": Metric("s", "bringing the new weights to the rollout engines, probe included"),
+    "wait/rollout_s": Metric("s", "the step's time in which the rollout engines had nothing to do"),
     "wait/score_s": Metric("s", "the step's time in which the scorer had nothing to do"),
     "wait/learn_s": Metric("s", "the step's time in which the learner waited for a scored batch"),
     "speed/trained_tokens_per_s": Metric("tokens/s", "batch/trained_tokens by time/step_s"),
     "speed/total_tokens_per_s": Metric("tokens/s", "prompt and response tokens by time/step_s"),
+    "speed/rollout_tokens_per_s": Metric("tokens/s", "tokens that the student wrote by time/rollout_s"),
     "speed/score_tokens_per_s": Metric("tokens/s", "tokens that the teacher read by time/score_s"),
     "memory/driver_gib": Metric("GiB", "peak resident memory of the driver process"),
     "memory/learner_gib": Metric("GiB", "peak memory of the largest learner rank: resident, or of the GPU"),
-    "memory/scorer_gib": Metric("GiB", "peak memory of the largest teacher engine: resident, or of the GPU"),
+    "memory/rollout_gib": Metric("GiB", "peak memory of the rollout engines, added up: resident, or of the GPU"),
+    "memory/scorer_gib": Metric("GiB", "peak memory of the teacher engines, added up: resident, or of the GPU"),
 }
 """Name → what it is. The writer takes no other names."""
 
@@ -87,6 +112,7 @@ METRICS_PER_TEACHER: dict[str, Metric] = {
 """The last part of `teacher/NAME/...` → what it is, for the samples of one teacher."""
 
 HELDOUT = ("forward_kl", "reverse_kl", "cross_entropy")
+HELDOUT_OWN = ("forward_kl", "reverse_kl")
 _TEACHER_NAME = re.compile(r"teacher/[A-Za-z0-9_.-]+/(?P<last>\w+)")
 
 
@@ -133,8 +159,10 @@ def step_values(report: StepReport) -> dict[str, float]:
     batch, samples = report.scored.batch, report.scored.samples
     ended = [s.finish_reason == "stop" for s in samples]
     scored_tokens = sum(len(s.scored_prompt_ids) + len(s.response_ids) for s in samples)
+    means = report.loss.means()
+    means.pop("rollout/logprob_gap", None)  # over all tokens; see below
     return {
-        **report.loss.means(),
+        **means,
         "optim/lr": report.optim.lr,
         "optim/grad_norm": report.optim.grad_norm,
         "optim/skipped": float(report.optim.skipped),
@@ -153,13 +181,52 @@ def step_values(report: StepReport) -> dict[str, float]:
         "speed/total_tokens_per_s": batch.total_tokens / report.step_s,
         "speed/score_tokens_per_s": scored_tokens / report.scored.score_s,
         "memory/driver_gib": peak_memory_gib(),
+        **_rollout_values(report),
+        **(sync_values(report.sync) if report.sync else {}),
     }
 
 
-def heldout_values(stats: LossStats) -> dict[str, float]:
+def _rollout_values(report: StepReport) -> dict[str, float]:
+    """Give what is known only of the student's own answers; nothing where the step has none."""
+    written = [s for s in report.scored.samples if s.source == "rollout"]
+    if not written:
+        return {}
+    own_tokens = sum(int(s.loss_mask.sum()) for s in written)
+    values = {
+        "sample/empty_share": float(np.mean([len(s.response_ids) == 1 and s.finish_reason == "stop" for s in written])),
+        "staleness/max_versions": float(max(report.staleness)),
+        "staleness/mean_versions": float(np.mean(report.staleness)),
+        "time/rollout_s": report.scored.rollout_s,
+        "wait/rollout_s": report.wait_rollout_s,
+        "speed/rollout_tokens_per_s": sum(len(s.response_ids) for s in written) / report.scored.rollout_s,
+    }
+    if own_tokens:
+        values["rollout/logprob_gap"] = report.loss.sums.get("rollout/logprob_gap", 0.0) / own_tokens
+    return values
+
+
+def sync_values(sync: SyncStats) -> dict[str, float]:
+    """Give the metrics of one weight sync."""
+    values = {
+        "time/sync_s": sync.seconds,
+        "sync/weight_version": float(sync.version),
+        "sync/gib_per_s": sync.bytes / 2**30 / sync.seconds,
+    }
+    if sync.gap_mean is not None and sync.gap_max is not None:
+        values |= {"parity/logprob_gap_mean": sync.gap_mean, "parity/logprob_gap_max": sync.gap_max}
+    return values
+
+
+def heldout_values(evaluation: Evaluation) -> dict[str, float]:
     """Give the metrics of one held-out evaluation."""
-    means = stats.means()
-    return {f"heldout/{name}": means[f"loss/{name}"] for name in HELDOUT if f"loss/{name}" in means}
+    values = dict(evaluation.summary)
+    for stats, prefix, names in (
+        (evaluation.on_dataset, "heldout/", HELDOUT),
+        (evaluation.on_own, "heldout/own_", HELDOUT_OWN),
+    ):
+        means = stats.means() if stats else {}
+        values |= {prefix + name: means[f"loss/{name}"] for name in names if f"loss/{name}" in means}
+    return values
 
 
 def peak_memory_gib(pid: int | None = None) -> float:

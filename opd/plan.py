@@ -7,6 +7,7 @@ What cannot work stops here with a `ValueError` that names the setting; what may
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from opd.config import RunConfig
 from opd.data.chat import EndTokens
 from opd.data.dataset import PreparedData, check_enough, prepare
+from opd.data.graders import Grader, make_grader
 from opd.device import HostProfile
 from opd.estimates import Estimates, check_disk, check_memory, estimate, kv_warnings
 from opd.model_facts import ModelFacts, model_warnings, read_model, shared_window
@@ -55,6 +57,8 @@ class Plan:
     teachers: tuple[ModelFacts, ...]
     """In the order of `config.teachers`."""
     data: PreparedData
+    grader: Grader | None
+    """Judges the student's answers to held-out prompts; None where the student does not answer, or nobody judges."""
     vocab_size: int
     """Ids that student and teachers are compared on: the smallest embedding height."""
     num_token_ids: int
@@ -83,6 +87,13 @@ class Plan:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The student's, which is the teachers' too."""
         return self.student.tokenizer
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with its answer that an engine may see."""
+        rollout = self.config.rollout
+        answered = 0 if rollout is None else self.tokens.longest_prompt + rollout.max_new_tokens
+        return max(self.tokens.longest_sample, answered)
 
     @property
     def teacher_folders(self) -> Mapping[str, Path]:
@@ -129,6 +140,9 @@ def make_plan(config: RunConfig, host: HostProfile) -> Plan:
         model_folder=student.folder,
         window=window,
     )
+    grader = make_grader(config.data, seed=config.run.seed) if config.rollout is not None else None
+    if grader is not None:
+        grader.check(data.heldout)
     num_steps, num_samples = _count_steps(config, data.train)
     tokens = _count_tokens(config, data, num_samples)
     estimates = estimate(config, host, student, teachers, num_steps)
@@ -136,13 +150,13 @@ def make_plan(config: RunConfig, host: HostProfile) -> Plan:
     warnings += check_memory(config, host, estimates)
     warnings += model_warnings(student, teachers)
     warnings += _size_warnings(config, data, window, num_steps, tokens)
-    warnings += kv_warnings(config, host, teachers, tokens.longest_sample)
-    return Plan(
+    plan = Plan(
         config=config,
         host=host,
         student=student,
         teachers=teachers,
         data=data,
+        grader=grader,
         vocab_size=vocab_size,
         num_token_ids=num_token_ids,
         window=window,
@@ -150,8 +164,21 @@ def make_plan(config: RunConfig, host: HostProfile) -> Plan:
         num_samples=num_samples,
         tokens=tokens,
         estimates=estimates,
-        warnings=tuple(warnings),
+        warnings=(),
     )
+    _check_answers_fit(plan)
+    warnings += kv_warnings(config, host, student, teachers, plan.longest_sequence)
+    return dataclasses.replace(plan, warnings=tuple(warnings))
+
+
+def _check_answers_fit(plan: Plan) -> None:
+    rollout = plan.config.rollout
+    if rollout is not None and plan.window is not None and plan.longest_sequence > plan.window:
+        raise ValueError(
+            f"rollout.max_new_tokens is {rollout.max_new_tokens} and the longest prompt has "
+            f"{plan.tokens.longest_prompt} tokens, but the models take {plan.window} together; lower it, or "
+            "data.max_prompt_tokens"
+        )
 
 
 def _check_devices(config: RunConfig, host: HostProfile) -> list[str]:
@@ -165,6 +192,9 @@ def _check_devices(config: RunConfig, host: HostProfile) -> list[str]:
         f"teachers.{i}.num_engines x teachers.{i}.tensor_parallel": t.num_engines * t.tensor_parallel
         for i, t in enumerate(config.teachers)
     }
+    if config.rollout is not None:
+        name = "rollout.num_engines x rollout.tensor_parallel"
+        parts[name] = config.rollout.num_engines * config.rollout.tensor_parallel
     asked = sum(parts.values())
     terms = " + ".join(f"{count} ({name})" for name, count in parts.items())
     if asked <= host.num_gpus:
@@ -200,7 +230,7 @@ def _count_tokens(config: RunConfig, data: PreparedData, num_samples: int) -> To
     return TokenCounts(
         mean_prompt=float(prompts.mean()),
         mean_response=float(responses.mean()),
-        longest_prompt=int(prompts.max()),
+        longest_prompt=max(len(s.prompt_ids) for s in (*data.train, *data.heldout)),
         longest_response=int(responses.max()),
         longest_sample=max(s.num_tokens for s in (*data.train, *data.heldout)),
         cut_off=sum(s.finish_reason == "length" for s in data.train),

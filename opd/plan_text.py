@@ -45,9 +45,12 @@ def _wrapped(start: str, text: str) -> list[str]:
 
 
 def _kind(plan: Plan) -> str:
-    if plan.config.rollout is None:
+    rollout = plan.config.rollout
+    if rollout is None:
         return "off-policy, from the data set's own answers; no rollouts, no weight sync"
-    return "on-policy"
+    if rollout.on_policy_fraction < 1:
+        return f"mixed, {rollout.on_policy_fraction:.0%} of the answers from the student, the others from the data set"
+    return "on-policy, from the student's own answers"
 
 
 def _models(plan: Plan) -> Sequence[Row]:
@@ -123,6 +126,20 @@ def _training(plan: Plan) -> Sequence[Row]:
         ("objective", f"beta {objective.beta:g}, temperature {objective.temperature:g}, {tail}{cross}"),
         ("learning rate", rate),
     ]
+    rollout, sync = plan.config.rollout, plan.config.weight_sync
+    if rollout is not None and sync is not None:
+        rows += [
+            (
+                "answers",
+                f"{rollout.samples_per_prompt} to a prompt, up to {rollout.max_new_tokens} tokens, "
+                f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}; "
+                f"at most {_plural(rollout.max_staleness, 'step')} old",
+            ),
+            (
+                "weight sync",
+                f"every {_plural(sync.every_steps, 'step')}, {sync.transport}, buckets of {sync.bucket_mib} MiB",
+            ),
+        ]
     if plan.data.heldout:
         rows.append(("evaluation", f"{evaluated}, on {len(plan.data.heldout)} held-out rows"))
     rows.append(("checkpoints", f"{saved}; the last {run.keep_last} and the best are kept"))
@@ -134,6 +151,8 @@ def _machine(plan: Plan) -> Sequence[Row]:
     ranks = config.learner.data_parallel
     engines = sum(t.num_engines for t in config.teachers)
     users = f"{_plural(ranks, 'learner rank')} and {_plural(engines, 'teacher engine')}"
+    if config.rollout is not None:
+        users = f"{_plural(config.rollout.num_engines, 'rollout engine')}, {users}"
     learner = estimates.learner
     rows = [
         ("devices", f"{_plural(plan.host.num_gpus, 'GPU')} for {users}")
@@ -146,6 +165,10 @@ def _machine(plan: Plan) -> Sequence[Row]:
             f"activations about {size_text(learner.activations)}",
         ),
     ]
+    if config.rollout is not None and estimates.rollout is not None:
+        engine = estimates.rollout
+        cache = f", KV cache {size_text(engine.kv_cache)}" if engine.kv_cache else ""
+        rows.append(("rollout", f"{size_text(engine.total)} an engine: weights {size_text(engine.weights)}{cache}"))
     for teacher, engine in zip(config.teachers, estimates.engines, strict=True):
         parts = {"weights": engine.weights, "KV cache": engine.kv_cache, "lm_head": engine.head}
         listed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)

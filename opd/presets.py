@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from opd.config import DataConfig, LearnerConfig, LoopConfig, StudentConfig, TeacherConfig
+from opd.config import DataConfig, LearnerConfig, LoopConfig, RolloutConfig, StudentConfig, TeacherConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +14,8 @@ class Preset:
     student: StudentConfig
     teacher: TeacherConfig
     data: DataConfig
+    rollout: RolloutConfig
+    """For recipes in which the student answers."""
     learner: LearnerConfig
     run: LoopConfig
 
@@ -31,7 +33,9 @@ def embedded() -> Preset:
             response_column="metadata.answer_cot",
             max_prompt_tokens=256,  # the longest of 1,000 has 185
             max_response_tokens=256,  # 3 of 1,000 are longer, and refused
+            grader="reasoning_gym",
         ),
+        rollout=RolloutConfig(max_new_tokens=128, heldout_answers=16, max_running=32),
         learner=LearnerConfig(lr=2e-4, schedule="cosine", warmup_steps=3, max_tokens_per_microbatch=1024),
         # no prefetch: a teacher that scores while the learner learns would take one of two cores
         run=LoopConfig(max_steps=30, samples_per_step=8, prefetch_steps=0, eval_every=10, save_every=15),
@@ -51,7 +55,9 @@ def qwen3_gsm8k() -> Preset:
             response_column="answer",
             answer_processor="gsm8k",
             chat_template_options={"enable_thinking": False},  # the answers hold no reasoning block
+            grader="gsm8k",
         ),
+        rollout=RolloutConfig(max_new_tokens=512, max_staleness=1, heldout_answers=128, max_batched_tokens=8192),
         learner=LearnerConfig(
             lr=1e-5, schedule="cosine", warmup_steps=10, max_tokens_per_microbatch=8192, loss_chunk_tokens=1024
         ),

@@ -27,23 +27,34 @@ from rich.text import Text
 
 from opd.checkpoint import Checkpoint
 from opd.config import RunConfig
-from opd.loop import Outcome, StepReport
-from opd.metrics import HELDOUT
-from opd.types import LossStats
+from opd.loop import Evaluation, Outcome, StepReport
+from opd.metrics import heldout_values
+from opd.types import SyncStats
 
 _LOG_WIDTH = 100
-_COLUMNS = (
-    ("loss", 8),
-    ("fwd KL", 8),
-    ("tok/s", 7),
-    ("score s", 9),
-    ("idle", 6),
-    ("learn s", 9),
-    ("idle", 6),
-    ("left", 9),
-)
+_COLUMNS = (("loss", 8), ("fwd KL", 8), ("tok/s", 6))
+_ROLLOUT_COLUMNS = (("roll s", 7), ("idle", 5))
+_LATER_COLUMNS = (("score s", 8), ("idle", 5), ("learn s", 8), ("idle", 5), ("left", 8))
 _ROWS_PER_HEAD = 40
-_HELDOUT_LABELS = dict(zip(HELDOUT, ("forward KL", "reverse KL", "cross-entropy"), strict=True))
+_LABELS = {
+    "forward_kl": "forward KL",
+    "reverse_kl": "reverse KL",
+    "cross_entropy": "cross-entropy",
+    "own_forward_kl": "own answers: forward KL",
+    "own_reverse_kl": "own answers: reverse KL",
+    "accuracy": "own answers: accuracy",
+    "response_tokens_mean": "own answers: tokens",
+    "truncated_share": "own answers: cut off",
+}
+_SHORT = {
+    "forward_kl": "fwd KL",
+    "reverse_kl": "rev KL",
+    "cross_entropy": "CE",
+    "own_forward_kl": "fwd KL",
+    "own_reverse_kl": "rev KL",
+    "accuracy": "accuracy",
+    "truncated_share": "cut off",
+}
 _LABEL_WIDTH = 12
 
 
@@ -79,7 +90,8 @@ class Progress:
         self._first_step_began: float | None = None
         self._steps_seen = 0
         self._last_step = 0
-        self._first_heldout: LossStats | None = None
+        self._columns = (*_COLUMNS, *(_ROLLOUT_COLUMNS if config.rollout else ()), *_LATER_COLUMNS)
+        self._first_heldout: dict[str, float] | None = None
         self._began = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -136,11 +148,13 @@ class Progress:
         max_steps = self._config.run.max_steps
         left_s = (now - self._first_step_began) / self._steps_seen * (max_steps - report.step)
         means = report.loss.means()
+        answered = [f"{report.scored.rollout_s:.1f}", f"{report.wait_rollout_s / report.step_s:.0%}"]
         cells = [
             f"{report.step}/{max_steps}",
             _number(means.get("loss/total")),
             _number(means.get("loss/forward_kl")),
             f"{report.scored.batch.total_tokens / report.step_s:.0f}",
+            *(answered if self._config.rollout else []),
             f"{report.scored.score_s:.1f}",
             f"{report.wait_score_s / report.step_s:.0%}",
             f"{report.learn_s:.1f}",
@@ -148,7 +162,7 @@ class Progress:
             _duration(left_s),
         ]
         if self._rows_since_head % _ROWS_PER_HEAD == 0:
-            self._print(Text(self._row(["step", *(name for name, _ in _COLUMNS)]), style="dim"))
+            self._print(Text(self._row(["step", *(name for name, _ in self._columns)]), style="dim"))
         self._rows_since_head += 1
         self._print(Text(self._row(cells) + ("  skipped" if report.optim.skipped else "")))
         note = f"{report.step}/{max_steps}, {_duration(now - self._began)} so far, {_duration(left_s)} left"
@@ -156,17 +170,27 @@ class Progress:
             self._task, description="training", completed=report.step, total=max_steps, note=note, refresh=True
         )
 
-    def evaluation(self, step: int, heldout: LossStats) -> None:
-        """Show the line of a held-out measurement."""
-        means = heldout.means()
-        before = self._first_heldout.means() if self._first_heldout else {}
-        self._first_heldout = self._first_heldout or heldout
-        now = means.get("loss/forward_kl")
-        change = _change(before.get("loss/forward_kl"), now)
-        text = (
-            f"held out, step {step}: fwd KL {_number(now)}{f' ({change})' if change else ''}, "
-            f"rev KL {_number(means.get('loss/reverse_kl'))}, CE {_number(means.get('loss/cross_entropy'))}"
-        )
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Show a held-out measurement: a line for the data set's answers, a line for the student's own."""
+        now = heldout_values(evaluation)
+        before = self._first_heldout or {}
+        self._first_heldout = self._first_heldout or now
+        for what, names in (
+            ("held out", ("forward_kl", "reverse_kl", "cross_entropy")),
+            ("own answers", ("own_forward_kl", "own_reverse_kl", "accuracy", "truncated_share")),
+        ):
+            found = [f"{_SHORT[n]} {_number(now[f'heldout/{n}'])}" for n in names if f"heldout/{n}" in now]
+            if not found:
+                continue
+            main = f"heldout/{names[0]}"
+            if change := _change(before.get(main), now.get(main)):
+                found[0] += f" ({change})"
+            self._print(Text(f"{what}, step {step}: {', '.join(found)}", style="cyan"))
+
+    def first_sync(self, sync: SyncStats) -> None:
+        """Say that the engines have the learner's weights, and how well the two agree."""
+        agree = "" if sync.gap_mean is None else f"; log-probs agree within {sync.gap_mean:.2g} nats on average"
+        text = f"first weight sync: {sync.bytes / 2**20:.0f} MiB in {sync.seconds:.1f} s{agree}"
         self._print(Text(text, style="cyan"))
 
     def summary(self, outcome: Outcome, *, newest: Path | None, best: Checkpoint | None) -> None:
@@ -220,7 +244,7 @@ class Progress:
 
     def _row(self, cells: Sequence[str]) -> str:
         step_width = max(9, 2 * len(str(self._config.run.max_steps)) + 3)
-        widths = [step_width, *(width for _, width in _COLUMNS)]
+        widths = [step_width, *(width for _, width in self._columns)]
         return "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
     def _print_facts(self, facts: dict[str, str]) -> None:
@@ -288,14 +312,15 @@ def _newest(folder: Path | None, *, early: bool) -> dict[str, str]:
 
 def _heldout_table(outcome: Outcome) -> Table:
     first, last = min(outcome.heldout), max(outcome.heldout)
-    before, after = outcome.heldout[first].means(), outcome.heldout[last].means()
+    before, after = heldout_values(outcome.heldout[first]), heldout_values(outcome.heldout[last])
     table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
     table.add_column("held out, nats per token")
     for title in (f"before (step {first})", f"after (step {last})", "change"):
         table.add_column(title, justify="right")
-    for name, label in _HELDOUT_LABELS.items():
-        values = before.get(f"loss/{name}"), after.get(f"loss/{name}")
-        table.add_row(label, _number(values[0]), _number(values[1]), _change(*values))
+    for name, label in _LABELS.items():
+        values = before.get(f"heldout/{name}"), after.get(f"heldout/{name}")
+        if values != (None, None):
+            table.add_row(label, _number(values[0]), _number(values[1]), _change(*values))
     return table
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from opd.types import LossStats, OptimStats, Sample, TrainBatch
+from opd.types import LossStats, OptimStats, Prompt, Sample, SyncStats, TrainBatch
 
 
 class SampleSource(Protocol):
     """Gives the samples to learn from, in a seeded order that can be taken up again."""
 
-    async def next_samples(self, count: int) -> list[Sample]:
-        """Give the next `count` samples, fewer only at the end of the last epoch; unscored."""
+    async def next_samples(self, count: int) -> Sequence[Prompt | Sample]:
+        """Give the next `count`, fewer only at the end of the last epoch: unscored, or prompts to be answered first."""
         ...
 
     def state(self) -> Mapping[str, Any]:
@@ -22,6 +22,59 @@ class SampleSource(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state()`."""
+        ...
+
+
+class Rollout(Protocol):
+    """The student's engines behind one call."""
+
+    async def answer(self, prompt: Prompt, *, seed: int, temperature: float | None = None) -> Sample:
+        """Give the prompt's sample with the student's answer; many calls are awaited at the same time.
+
+        Args:
+            prompt: what to answer.
+            seed: of the sampling; the same weights, prompt and seed give the same answer.
+            temperature: instead of the configured one; 0 takes the likeliest id.
+
+        Raises:
+            RolloutError: engines were lost more often than they may be restarted.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End the engines."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Brings the learner's weights to the rollout engines."""
+
+    async def sync(self, *, probe: bool) -> SyncStats:
+        """Publish the learner's weights; when it returns every engine that answers has them.
+
+        Args:
+            probe: also compare the engines' log-probabilities with the learner's.
+
+        Raises:
+            ParityError: they differ by more than `weight_sync.parity_tolerance`.
+            LearnerLost: the learner could not send.
+        """
+        ...
+
+
+class WeightPublisher(Protocol):
+    """Sends weights from within a learner rank; pickled to it, and opened there."""
+
+    def open(self, info: Any, plan: Any) -> None:
+        """Get ready to send as a plan says."""
+        ...
+
+    def send(self, named_tensors: Iterable[tuple[str, Any]]) -> None:
+        """Send all tensors, in the plan's order; returns when every receiver has let go of what it got."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the channel."""
         ...
 
 

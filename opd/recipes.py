@@ -168,6 +168,8 @@ def _convert(key: str, text: str, field: FieldInfo) -> object:
     nullable = field.annotation is NoneType or NoneType in get_args(field.annotation)
     if nullable and text.lower() in ("none", "null"):
         return None
+    if _may_be_section(field):
+        raise ValueError(f"--set {key}={text}: this is a section, none in this recipe; choose a recipe that has it")
     adapter: TypeAdapter[Any] = TypeAdapter(field.annotation)
     try:
         is_dict = get_origin(field.annotation) is dict

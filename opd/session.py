@@ -7,23 +7,33 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
+from opd.batches import gather_or_cancel
 from opd.checkpoint import CheckpointStore
-from opd.cluster import ray_session
+from opd.cluster import num_hosts, ray_session
+from opd.config import RolloutConfig
 from opd.data.dataset import DatasetSource
+from opd.data.graders import answer_summary
+from opd.data.on_policy import OnPolicySource
 from opd.learner.group import MegatronLearner
-from opd.loop import Outcome, Parts, StepReport, Stopped, train, until_stopped
-from opd.metrics import MetricsWriter, heldout_values, step_values
+from opd.loop import Evaluation, Outcome, Parts, StepReport, Stopped, train, until_stopped
+from opd.metrics import MetricsWriter, heldout_values, step_values, sync_values
+from opd.parity import PARITY_TOLERANCE, parity_gaps, probe_prompts
 from opd.plan import Plan
 from opd.progress import Progress
+from opd.rollout.pool import RolloutPool
+from opd.rollout.ray_engine import student_pool
 from opd.score.pool import ScorerPool
 from opd.score.ray_engine import teacher_pool
-from opd.types import LossStats, Sample
+from opd.turns import Turns
+from opd.types import Sample, SyncStats
+from opd.weight_sync.sync import LearnerToEngines, transport_kind
 
 log = logging.getLogger(__name__)
 
@@ -67,16 +77,19 @@ async def _train(
     plan: Plan, progress: Progress, metrics: MetricsWriter, store: CheckpointStore, stop: asyncio.Event
 ) -> Outcome:
     config = plan.config
-    progress.phase("starting the teacher engine and the learner")
+    progress.phase("starting the engines and the learner" if config.rollout else "starting the teacher and the learner")
+    turns = Turns(shared_cores=not plan.host.has_gpus)
     (teacher,) = config.teachers
     scorer = teacher_pool(
         teacher,
         folder=plan.teacher_folders[teacher.name],
         top_k=config.objective.top_k,
         vocab_size=plan.vocab_size,
-        longest=plan.tokens.longest_sample,
+        longest=plan.longest_sequence,
         profile=plan.host,
+        turns=turns,
     )
+    rollout = None if config.rollout is None else _student_pool(plan, config.rollout, turns)
     learner: MegatronLearner | None = None
     try:
         starting_learner = MegatronLearner.start(
@@ -86,42 +99,94 @@ async def _train(
             total_steps=plan.num_steps,
             vocab_size=plan.vocab_size,
             profile=plan.host,
+            turns=turns,
         )
-        learner = await until_stopped(_both(scorer.start(), starting_learner), stop)
-        source = DatasetSource(
-            plan.data.train, seed=config.run.seed, shuffle=config.data.shuffle, max_epochs=config.run.max_epochs
-        )
+        engines = [scorer.start()] + ([rollout.start()] if rollout else [])
+        started = await until_stopped(gather_or_cancel(starting_learner, *engines), stop)
+        learner = trained = cast("MegatronLearner", started[0])
         parts = Parts(
-            source=source,
+            source=_source(plan),
             scorer=scorer,
-            learner=learner,
-            observer=_Observer(plan, progress, metrics, scorer),
-            checkpoints=_Checkpoints(plan, store, learner, progress),
+            learner=trained,
+            observer=_Observer(plan, progress, metrics, scorer, rollout),
+            checkpoints=_Checkpoints(plan, store, trained, progress),
+            rollout=rollout,
+            weight_sync=None if rollout is None else _weight_sync(plan, trained, rollout, turns),
+            examine=partial(_examine, plan),
         )
-        progress.phase("scoring and measuring the held-out rows")
+        progress.phase("measuring the held-out rows")
         return await train(config, parts, plan.data.heldout, stop)
     finally:
         await scorer.close()
+        if rollout is not None:
+            await rollout.close()
         if learner is not None:
             await learner.close()
 
 
-async def _both(scorer: Coroutine[Any, Any, None], learner: Coroutine[Any, Any, MegatronLearner]) -> MegatronLearner:
-    """Start both at once; the failure of one ends the start of the other, and is raised as it is."""
-    starting = asyncio.ensure_future(scorer), asyncio.ensure_future(learner)
-    try:
-        return (await asyncio.gather(*starting))[1]
-    finally:
-        for task in starting:
-            task.cancel()
-        await asyncio.gather(*starting, return_exceptions=True)
+def _source(plan: Plan) -> DatasetSource | OnPolicySource:
+    config = plan.config
+    rows = DatasetSource(
+        plan.data.train, seed=config.run.seed, shuffle=config.data.shuffle, max_epochs=config.run.max_epochs
+    )
+    if config.rollout is None:
+        return rows
+    return OnPolicySource(
+        rows,
+        fraction=config.rollout.on_policy_fraction,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        seed=config.run.seed,
+    )
+
+
+def _student_pool(plan: Plan, config: RolloutConfig, turns: Turns) -> RolloutPool:
+    return student_pool(
+        config,
+        dtype=plan.config.learner.dtype,
+        folder=plan.student_folder,
+        vocab_size=min(plan.num_token_ids, plan.vocab_size),
+        end_token_ids=sorted(plan.end_tokens.all),
+        longest=plan.longest_sequence,
+        profile=plan.host,
+        seed=plan.config.run.seed,
+        turns=turns,
+    )
+
+
+def _weight_sync(plan: Plan, learner: MegatronLearner, pool: RolloutPool, turns: Turns) -> LearnerToEngines:
+    config = plan.config
+    assert config.weight_sync is not None
+    assert config.rollout is not None
+    sync = LearnerToEngines(
+        config.weight_sync,
+        learner,
+        pool,
+        kind=transport_kind(config.weight_sync.transport, has_gpus=plan.host.has_gpus, num_hosts=num_hosts()),
+        workers_per_engine=config.rollout.tensor_parallel,
+        probe=partial(parity_gaps, learner, pool, probe_prompts(plan.data)),
+        tolerance=config.weight_sync.parity_tolerance or PARITY_TOLERANCE[config.learner.dtype],
+        turns=turns,
+    )
+    pool.on_started = sync.bring_up
+    return sync
+
+
+def _examine(plan: Plan, answers: Sequence[Sample]) -> Mapping[str, float]:
+    """Judge the student's answers to held-out prompts."""
+    texts = [str(plan.tokenizer.decode(a.response_ids.tolist(), skip_special_tokens=True)) for a in answers]
+    grader = plan.grader
+    grades = None if grader is None else [grader.grade(t, a) for t, a in zip(texts, answers, strict=True)]
+    return answer_summary(answers, grades)
 
 
 class _Observer:
     """Sends what happens to the screen, to TensorBoard and to the run folder."""
 
-    def __init__(self, plan: Plan, progress: Progress, metrics: MetricsWriter, scorer: ScorerPool) -> None:
-        self._plan, self._progress, self._metrics, self._scorer = plan, progress, metrics, scorer
+    def __init__(
+        self, plan: Plan, progress: Progress, metrics: MetricsWriter, scorer: ScorerPool, rollout: RolloutPool | None
+    ) -> None:
+        self._plan, self._progress, self._metrics = plan, progress, metrics
+        self._scorer, self._rollout = scorer, rollout
         self._last_samples: Sequence[Sample] = ()
 
     def step(self, report: StepReport) -> None:
@@ -131,15 +196,22 @@ class _Observer:
             "memory/scorer_gib": self._scorer.counters().memory_gib,
             "sample/refused_rows": float(len(self._plan.data.refused.rows)),
         }
+        if self._rollout is not None:
+            values["memory/rollout_gib"] = self._rollout.counters().memory_gib
         self._metrics.write(report.step, values)
         self._progress.step(report)
         self._last_samples = report.scored.samples
 
-    def evaluation(self, step: int, heldout: LossStats) -> None:
+    def first_sync(self, sync: SyncStats) -> None:
+        """The engines have the starting weights."""
+        self._metrics.write(0, sync_values(sync))
+        self._progress.first_sync(sync)
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """The held-out rows were measured after `step` steps."""
-        self._metrics.write(step, heldout_values(heldout))
-        self._progress.evaluation(step, heldout)
-        shown = self._last_samples[: self._plan.config.run.text_samples]
+        self._metrics.write(step, heldout_values(evaluation))
+        self._progress.evaluation(step, evaluation)
+        shown = (evaluation.answers or self._last_samples)[: self._plan.config.run.text_samples]
         if shown:
             self._metrics.write_samples(step, shown, self._decode)
 

@@ -1,7 +1,9 @@
 """The records that travel from the data to the learner.
 
-    row ──► Sample ──► Sample + TeacherScore ──► Microbatch ──► TrainBatch
-       data/          score/                packing          learner/
+    row ──► Prompt ──► Sample ──► Sample + TeacherScore ──► Microbatch ──► TrainBatch
+       data/     rollout/    score/                  packing         learner/
+
+A data set answer skips `rollout/`: its row becomes a Sample at once.
 
 A record is never changed: a stage gives back a copy with its own part filled in. Everything long is a NumPy array of a
 fixed dtype, so that Ray moves it without copying it.
@@ -56,6 +58,63 @@ class TeacherScore:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutTrace:
+    """What is known of an answer's making, token by token."""
+
+    sampling_logprobs: NDArray[np.float32]
+    """[R] log-probability of each token under the weights that sampled it, at temperature 1, all ids allowed."""
+    weight_versions: NDArray[np.int32]
+    """[R] version of those weights: optimiser steps that they had behind them."""
+
+    def __post_init__(self) -> None:
+        _require("sampling_logprobs", self.sampling_logprobs, np.float32, (None,))
+        _require("weight_versions", self.weight_versions, np.int32, (len(self.sampling_logprobs),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt:
+    """What the student is asked to answer."""
+
+    sample_id: str
+    """Becomes the sample's."""
+    prompt_ids: NDArray[np.int32]
+    """[P]"""
+    teacher: str
+    """Name of the teacher that will score the answer."""
+    teacher_prompt_ids: NDArray[np.int32] | None = None
+    """[P'] what the teacher is asked, where it differs from the student's prompt."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """The data row, untouched."""
+
+    def __post_init__(self) -> None:
+        _require(f"{self.sample_id}: prompt_ids", self.prompt_ids, np.int32, (None,))
+        if not len(self.prompt_ids):
+            raise ValueError(f"{self.sample_id}: a prompt needs at least one token")
+
+    def answered(
+        self,
+        response_ids: NDArray[np.int32],
+        finish_reason: FinishReason,
+        rollout: RolloutTrace,
+        *,
+        trained: bool = True,
+    ) -> Sample:
+        """Give the sample of this prompt with the student's answer; `trained=False` masks all its tokens."""
+        return Sample(
+            sample_id=self.sample_id,
+            prompt_ids=self.prompt_ids,
+            response_ids=response_ids,
+            loss_mask=np.full(len(response_ids), trained, dtype=np.bool_),
+            finish_reason=finish_reason,
+            source="rollout",
+            teacher=self.teacher,
+            teacher_prompt_ids=self.teacher_prompt_ids,
+            rollout=rollout,
+            meta=self.meta,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
     """One prompt with one response: the only sample type, from the data set or from the student."""
 
@@ -74,9 +133,11 @@ class Sample:
     """Name of the teacher that scores this sample."""
     teacher_prompt_ids: NDArray[np.int32] | None = None
     """[P'] what the teacher is asked, where it differs from the student's prompt."""
+    rollout: RolloutTrace | None = None
+    """How the student wrote the answer; only, and always, where `source` is `rollout`."""
     score: TeacherScore | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
-    """What else the data row carried, untouched."""
+    """The data row, untouched."""
 
     def __post_init__(self) -> None:
         _require(f"{self.sample_id}: prompt_ids", self.prompt_ids, np.int32, (None,))
@@ -84,10 +145,27 @@ class Sample:
         _require(f"{self.sample_id}: loss_mask", self.loss_mask, np.bool_, (len(self.response_ids),))
         if not len(self.prompt_ids) or not len(self.response_ids):
             raise ValueError(f"{self.sample_id}: a sample needs at least one prompt and one response token")
+        if (self.source == "rollout") != (self.rollout is not None):
+            raise ValueError(f"{self.sample_id}: source is {self.source!r}, rollout is {self.rollout!r}")
+        if self.rollout is not None and len(self.rollout.sampling_logprobs) != len(self.response_ids):
+            raise ValueError(
+                f"{self.sample_id}: {len(self.rollout.sampling_logprobs)} sampled tokens for {len(self.response_ids)}"
+            )
         if self.score is not None and len(self.score.token_logprobs) != len(self.response_ids):
             raise ValueError(
                 f"{self.sample_id}: {len(self.score.token_logprobs)} scored tokens for {len(self.response_ids)}"
             )
+
+    @property
+    def prompt(self) -> Prompt:
+        """The question alone."""
+        return Prompt(
+            sample_id=self.sample_id,
+            prompt_ids=self.prompt_ids,
+            teacher=self.teacher,
+            teacher_prompt_ids=self.teacher_prompt_ids,
+            meta=self.meta,
+        )
 
     def with_score(self, score: TeacherScore) -> Sample:
         """Give back this sample with the teacher's score."""
@@ -126,6 +204,8 @@ class Microbatch:
     """[N] the teacher's log-probability of the trained token."""
     from_dataset: NDArray[np.bool_]
     """[N] whether the trained token comes from a data set answer (the cross-entropy term counts only those)."""
+    sampling_logprobs: NDArray[np.float32]
+    """[N] the student's own log-probability when it sampled the token; NaN where `from_dataset`."""
 
     @property
     def num_trained_tokens(self) -> int:
@@ -178,3 +258,17 @@ class OptimStats:
     """Peak memory of the rank that answers, or of the largest of several."""
     skipped: bool = False
     """True when the step had nothing to train on: the weights are unchanged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncStats:
+    """What one weight sync did."""
+
+    version: int
+    """Optimiser steps behind the weights that the engines have now."""
+    seconds: float
+    bytes: int
+    """Of one copy of the weights."""
+    gap_mean: float | None = None
+    """Nats between the engines' and the learner's log-probabilities of the probe's tokens; None: not compared."""
+    gap_max: float | None = None

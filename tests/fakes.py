@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from opd.engine_pool import EngineInfo
 from opd.errors import StepAborted
-from opd.loop import StepReport
-from opd.types import LossStats, OptimStats, Sample, TeacherScore, TrainBatch
+from opd.loop import Evaluation, StepReport
+from opd.rollout.requests import Answer, PumpReply, RolloutRequest
+from opd.types import LossStats, OptimStats, Prompt, Sample, SyncStats, TeacherScore, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -232,5 +235,117 @@ class RecordingObserver:
         self._script.events.append(f"step {report.step}")
         self.reports.append(report)
 
-    def evaluation(self, step: int, heldout: LossStats) -> None:
+    def first_sync(self, sync: SyncStats) -> None:
+        self._script.events.append(f"first sync {sync.version}")
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
         self._script.events.append(f"heldout {step}")
+
+
+def numbered_prompt(number: int, length: int = 4) -> Prompt:
+    """Give a prompt that can be told from others by its first id."""
+    ids = (np.arange(length, dtype=np.int32) * 7 + number) % 90
+    ids[0] = number
+    return Prompt(sample_id=f"s{number}", prompt_ids=ids, teacher="teacher", meta={"row": f"s{number}"})
+
+
+def written(prompt_ids: np.ndarray, seed: int) -> np.ndarray:
+    """Give what every `FakeStudent` answers."""
+    return np.array([prompt_ids[0], seed % 100, len(prompt_ids) % 100, 1], np.int32)
+
+
+@dataclass(eq=False)
+class FakeStudent:
+    """A rollout engine that answers `written`, a request after as many pumps as `starts` says for its first id."""
+
+    index: int
+    starts: FakeStudents
+    script: list[Callable[[], Awaitable[PumpReply]] | None]
+    """What the next pumps do; None: answer."""
+    held: dict[str, tuple[RolloutRequest, list[int]]] = field(default_factory=dict)
+    """Requests under way, and the weight version of each pump that they have seen."""
+    taken: list[RolloutRequest] = field(default_factory=list)
+    given: list[Answer] = field(default_factory=list)
+    version: int = 0
+    pumps: int = 0
+    pumping: bool = False
+    killed: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"rollout engine {self.index}"
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(pid=7, window=400, vocab_size=100, load_s=0.1)
+
+    async def pump(self, new: Sequence[RolloutRequest], cancel: Sequence[str]) -> PumpReply:
+        assert not self.killed, "a killed engine was asked"
+        assert not self.pumping, "an engine was asked while it was at work"
+        self.pumping = True
+        self.pumps += 1
+        self.starts.while_pumping()
+        await asyncio.sleep(0)
+        self.pumping = False
+        self.taken += new
+        self.held |= {request.key: (request, []) for request in new}
+        for key in cancel:
+            del self.held[key]
+        act = self.script.pop(0) if self.script else None
+        if act is not None:
+            return await act()
+        answers = []
+        for key, (request, versions) in list(self.held.items()):
+            versions.append(self.version)
+            if len(versions) >= self.starts.pumps_per_answer.get(int(request.prompt_ids[0]), 1):
+                del self.held[key]
+                answers.append(self.starts.tamper(self._answer(request, versions)))
+        self.given += answers
+        tokens = sum(len(answer.response_ids) for answer in answers)
+        return PumpReply(answers=answers, generated_tokens=tokens, busy_s=0.1, memory_gib=1.5)
+
+    async def open_channel(self, init_info: Mapping[str, Any], *, timeout_s: float) -> None: ...
+
+    async def receive(self, version: int, *, timeout_s: float) -> None:
+        assert not self.pumping, "weights changed in a step"
+        self.version = version
+
+    async def close(self) -> None:
+        self.killed = True
+
+    async def kill(self) -> None:
+        self.killed = True
+
+    def _answer(self, request: RolloutRequest, versions: Sequence[int]) -> Answer:
+        ids = written(request.prompt_ids, request.seed)
+        return Answer(
+            key=request.key,
+            prompt_ids=request.prompt_ids.copy(),
+            response_ids=ids,
+            sampling_logprobs=np.full(len(ids), -0.5, np.float32),
+            weight_versions=np.array([versions[0]] + [versions[-1]] * (len(ids) - 1), np.int32),
+            finish_reason="length" if int(request.prompt_ids[0]) in self.starts.cut_off else "stop",
+        )
+
+
+@dataclass
+class FakeStudents:
+    """Starts fakes; each start takes the next script of its index, a start whose script is an exception fails."""
+
+    scripts: dict[int, list[list[Callable[[], Awaitable[PumpReply]] | None] | Exception]] = field(default_factory=dict)
+    pumps_per_answer: Mapping[int, int] = field(default_factory=dict)
+    """First id of a prompt → pumps until it is answered, where it is not 1."""
+    cut_off: Collection[int] = ()
+    """First ids of prompts whose answers are cut off."""
+    tamper: Callable[[Answer], Answer] = lambda answer: answer
+    while_pumping: Callable[[], None] = lambda: None
+    engines: list[FakeStudent] = field(default_factory=list)
+
+    async def __call__(self, index: int) -> FakeStudent:
+        await asyncio.sleep(0)
+        pending = self.scripts.get(index, [])
+        script = pending.pop(0) if pending else []
+        if isinstance(script, Exception):
+            raise script
+        self.engines.append(FakeStudent(index, self, list(script)))
+        return self.engines[-1]

@@ -2,20 +2,23 @@
 
     python tools/bench_loss.py                      # both vocabularies, bf16
     python tools/bench_loss.py --vocab 49152 --dtype fp32 --json out.json
+    python tools/bench_loss.py --peers-dir DIR --swift-python PY --trl-python PY    # beside the peers' losses
 
-Each case runs in a process of its own. Memory is the high-water mark of the resident set during an iteration less the
-set before it, with inputs in place; it includes the gradients of hidden states and head. Needs Linux.
+Each case runs in a process of its own, and with peers every case twice, in turn, since the machine's speed drifts.
+Memory is the high-water mark of the resident set during an iteration less the set before it, with inputs in place; it
+includes the gradients of hidden states and head. Needs Linux.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,13 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, LossTargets, GkdObjective, Tensor | 
     "fused": fused,
 }
 
+PEER_LOSSES: dict[str, tuple[str, list[str]]] = {
+    "liger_compiled": ("trl", ["--impl=liger_compiled"]),
+    "swift_top64": ("swift", ["--impl=swift_given", "--k=64"]),
+    "trl": ("trl", ["--impl=trl_gkd"]),
+}
+"""Whose environment has it, and the options of the peers' script."""
+
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run one case in this process."""
@@ -75,6 +85,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ids=torch.cat([torch.cat([p.indices for p in parts]), token], 1),
         teacher_topk=torch.cat([p.values for p in parts]),
         from_dataset=torch.ones(args.tokens, dtype=torch.bool),
+        sampling=torch.full((args.tokens,), torch.nan),
     )
     hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
     del teacher, parts
@@ -102,6 +113,42 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def run_case(case: str, vocab: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one of our cases in a process of its own."""
+    options = {"case": case, "vocab": vocab, **{n: vars(args)[n] for n in ("tokens", "hidden", "k", "dtype")}}
+    options |= {"iterations": args.iterations, "threads": args.threads}
+    command = [sys.executable, __file__, *(f"--{n}={v}" for n, v in options.items())]
+    command += ["--main-grad"] * args.main_grad
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def run_peer(case: str, vocab: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Run a peer's loss through the script in `--peers-dir`, under the interpreter of its own environment."""
+    peer, options = PEER_LOSSES[case]
+    sizes = {"n": args.tokens, "h": args.hidden, "v": vocab, "iters": args.iterations, "dtype": args.dtype}
+    command = [vars(args)[f"{peer}_python"], args.peers_dir / "loss_bench.py", *options]
+    command += [f"--{n}={v}" for n, v in sizes.items()]
+    env = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True, env=env)
+    report = json.loads(done.stdout.splitlines()[-1])
+    return {
+        "case": case,
+        "dtype": args.dtype,
+        "vocab": vocab,
+        "seconds": report["fwd_bwd_s"],
+        "runs": report["all_s"][1:],
+        "peak_mib": report["peak_delta_mib"],
+        "loss": report["loss"],
+    }
+
+
+def merged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Give one row for the rows of one case: median over all their runs, the highest memory."""
+    runs = [second for row in rows for second in row["runs"]]
+    peak = max(row["peak_mib"] for row in rows)
+    return {**rows[0], "seconds": statistics.median(runs), "runs": runs, "peak_mib": peak}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=LOSSES, help="run this case in this process and print JSON")
@@ -114,28 +161,37 @@ def main() -> None:
     parser.add_argument("--main-grad", action="store_true", help="add the head's gradient to a buffer that exists")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--peers-dir", type=Path, help="folder of loss_bench.py")
+    parser.add_argument("--swift-python", type=Path, help="interpreter that has ms-swift")
+    parser.add_argument("--trl-python", type=Path, help="interpreter that has trl and liger-kernel")
     args = parser.parse_args()
+    if args.peers_dir and not (args.swift_python and args.trl_python):
+        parser.error("--peers-dir needs --swift-python and --trl-python")
     vocabularies = args.vocab or [49152, 151936]
     if args.case:
         args.vocab = vocabularies[0]
         print(json.dumps(measure(args)))
         return
-    rows = []
-    print(f"{'case':8}{'dtype':7}{'V':>8}{'seconds':>10}{'peak MiB':>10}{'loss':>10}")
+    cases = [*LOSSES, *(PEER_LOSSES if args.peers_dir else [])]
+    results = []
+    print(f"{'case':14}{'dtype':7}{'V':>8}{'seconds':>10}{'peak MiB':>10}{'loss':>10}")
     for vocab in vocabularies:
-        for case in LOSSES:
-            options = {"case": case, "vocab": vocab, **{n: vars(args)[n] for n in ("tokens", "hidden", "k", "dtype")}}
-            options |= {"iterations": args.iterations, "threads": args.threads}
-            command = [sys.executable, __file__, *(f"--{n}={v}" for n, v in options.items())]
-            command += ["--main-grad"] * args.main_grad
-            row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            rows.append(row)
+        rounds = [
+            [(run_case if case in LOSSES else run_peer)(case, vocab, args) for case in cases]
+            for _ in range(2 if args.peers_dir else 1)
+        ]
+        rows = [merged(of_case) for of_case in zip(*rounds, strict=True)]
+        for row in rows:
             figures = f"{row['seconds']:>10.2f}{row['peak_mib']:>10.0f}{row['loss']:>10.5f}"
-            print(f"{case:8}{row['dtype']:7}{vocab:>8}{figures}")
-        a, b = rows[-2:]
-        print(f"fused/dense: time {b['seconds'] / a['seconds']:.2f}, memory {b['peak_mib'] / a['peak_mib']:.3f}")
+            print(f"{row['case']:14}{row['dtype']:7}{vocab:>8}{figures}", flush=True)
+        ours = next(row for row in rows if row["case"] == "fused")
+        for row in rows:
+            if row is not ours:
+                time_ratio, memory_ratio = ours["seconds"] / row["seconds"], ours["peak_mib"] / row["peak_mib"]
+                print(f"fused/{row['case']}: time {time_ratio:.2f}, memory {memory_ratio:.3f}")
+        results += rows
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

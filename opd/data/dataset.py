@@ -130,8 +130,6 @@ class _SampleBuilder:
         self._renderer = renderer
         self._teacher = teacher
         self._window = window
-        columns = {config.messages_column} if config.messages_column else {config.prompt_column, config.response_column}
-        self._used_columns = columns
 
     def read(self, *, seed: int, heldout: bool = False) -> tuple[list[Sample], list[RefusedRow], int]:
         """Give a source's samples, its refused rows, and how many rows it has."""
@@ -172,7 +170,7 @@ class _SampleBuilder:
             finish_reason=finish_reason,
             source="dataset",
             teacher=self._teacher,
-            meta={name: value for name, value in row.values.items() if name not in self._used_columns},
+            meta=row.values,
         )
 
     def _prompt_and_answer(self, row: Row) -> tuple[NDArray[np.int32], str]:

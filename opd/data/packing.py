@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from opd.types import Microbatch, Sample, TrainBatch
 
@@ -35,7 +36,7 @@ def pack(samples: Sequence[Sample], *, data_parallel: int, max_tokens: int) -> T
         rank = loads.index(min(loads))
         ranks[rank].append(sample)
         loads[rank] += sample.num_tokens
-    batches = tuple(tuple(_lay_out(bin_) for bin_ in _fill(rank, max_tokens)) for rank in ranks)
+    batches = tuple(tuple(lay_out(bin_) for bin_ in _fill(rank, max_tokens)) for rank in ranks)
     return TrainBatch(
         ranks=batches,
         trained_tokens=sum(m.num_trained_tokens for rank in batches for m in rank),
@@ -60,8 +61,8 @@ def _fill(longest_first: Sequence[Sample], max_tokens: int) -> list[list[Sample]
     return bins
 
 
-def _lay_out(samples: Sequence[Sample]) -> Microbatch:
-    """Make one microbatch."""
+def lay_out(samples: Sequence[Sample]) -> Microbatch:
+    """Make one microbatch of scored samples."""
     lengths = [s.num_tokens for s in samples]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     scores = [s.score for s in samples if s.score is not None]
@@ -83,4 +84,12 @@ def _lay_out(samples: Sequence[Sample]) -> Microbatch:
         from_dataset=np.concatenate(
             [np.full(m.sum(), s.source == "dataset") for s, m in zip(samples, masks, strict=True)]
         ),
+        sampling_logprobs=np.concatenate([_sampling_logprobs(s)[s.loss_mask] for s in samples]),
     )
+
+
+def _sampling_logprobs(sample: Sample) -> NDArray[np.float32]:
+    """Give [R], NaN where nothing was sampled."""
+    if sample.rollout is None:
+        return np.full(len(sample.response_ids), np.nan, dtype=np.float32)
+    return sample.rollout.sampling_logprobs

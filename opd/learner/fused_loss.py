@@ -38,11 +38,16 @@ class LossTargets:
     """[N, K] log-probabilities."""
     from_dataset: Tensor
     """[N] bool."""
+    sampling: Tensor
+    """[N] log-probabilities at sampling time; NaN where the token comes from a data set."""
 
     def rows(self, chunk: slice) -> LossTargets:
         """Give the targets of some tokens."""
         return LossTargets(
-            ids=self.ids[chunk], teacher_topk=self.teacher_topk[chunk], from_dataset=self.from_dataset[chunk]
+            ids=self.ids[chunk],
+            teacher_topk=self.teacher_topk[chunk],
+            from_dataset=self.from_dataset[chunk],
+            sampling=self.sampling[chunk],
         )
 
 
@@ -106,7 +111,7 @@ def _chunk_loss(
         loss = gkd_loss(topk, token, targets.teacher_topk, targets.from_dataset, vocab_size, objective)
     covered = (targets.ids[:, :-1] == targets.ids[:, -1:]).any(1)
     with torch.no_grad():
-        metrics = token_metrics(loss, topk, token, entropy, targets.teacher_topk, covered, vocab_size)
+        metrics = token_metrics(loss, topk, token, entropy, targets.teacher_topk, covered, targets.sampling, vocab_size)
     if weight_grad is None:
         return metrics, None
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from ray.actor import ActorHandle
 from safetensors import SafetensorError
@@ -18,7 +19,9 @@ from opd import cluster
 from opd.config import GkdObjective, LearnerConfig
 from opd.device import HostProfile
 from opd.errors import LearnerLost, WorkerLost
-from opd.types import NO_LOSS, LossStats, OptimStats, TrainBatch
+from opd.protocols import WeightPublisher
+from opd.turns import Turns
+from opd.types import NO_LOSS, LossStats, Microbatch, OptimStats, TrainBatch
 
 FIRST_CAUSE_S = 10.0
 """Longest wait for news of a lost rank, after another has failed."""
@@ -48,10 +51,13 @@ class RankActor:
 class MegatronLearner:
     """Implements `protocols.Learner`; a call goes to every rank, and the first failure ends them all."""
 
-    def __init__(self, ranks: Sequence[ActorHandle], config: LearnerConfig) -> None:
+    def __init__(self, ranks: Sequence[ActorHandle], config: LearnerConfig, turns: Turns) -> None:
         self._ranks = list(ranks)
         self._config = config
+        self._turns = turns
         self._store: TCPStore | None = None
+        self._store_address = ("", 0)
+        self._weight_version = 0
 
     @classmethod
     async def start(
@@ -63,6 +69,7 @@ class MegatronLearner:
         total_steps: int,
         vocab_size: int,
         profile: HostProfile,
+        turns: Turns,
     ) -> MegatronLearner:
         """Give a learner whose ranks have loaded the student.
 
@@ -83,7 +90,7 @@ class MegatronLearner:
             )
             for rank in range(size)
         ]
-        learner = cls(await asyncio.gather(*made), config)
+        learner = cls(await asyncio.gather(*made), config, turns)
         try:
             await learner._join()
         except BaseException:
@@ -94,25 +101,58 @@ class MegatronLearner:
     async def _join(self) -> None:
         what, limit = "joining the process group and loading the student", self._config.start_timeout_s
         host, port = (await self._call("open_store", [()], what=what, timeout_s=limit))[0]  # rank 0 only
+        self._store_address = host, port
         self._store = await asyncio.to_thread(TCPStore, host, port, is_master=False)
         await self._call("start", [(host, port)] * len(self._ranks), what=what, timeout_s=limit)
 
     async def forward_backward(self, batch: TrainBatch) -> LossStats:
         """Add the gradient of the batch's mean loss per trained token to the gradient buffers."""
         what = f"learning from {batch.num_samples} samples"
-        parts = await self._call("forward_backward", [(m, batch.trained_tokens) for m in batch.ranks], what=what)
+        async with self._turns("learner"):
+            parts = await self._call("forward_backward", [(m, batch.trained_tokens) for m in batch.ranks], what=what)
         return sum(parts, NO_LOSS)
 
     async def evaluate(self, batch: TrainBatch) -> LossStats:
         """Compute the loss without a gradient."""
-        parts = await self._call(
-            "evaluate", [(m,) for m in batch.ranks], what=f"evaluating {batch.num_samples} samples"
-        )
+        what = f"evaluating {batch.num_samples} samples"
+        async with self._turns("learner"):
+            parts = await self._call("evaluate", [(m,) for m in batch.ranks], what=what)
         return sum(parts, NO_LOSS)
+
+    @property
+    def store_address(self) -> tuple[str, int]:
+        """Host and port of the `TCPStore` that rank 0 serves."""
+        return self._store_address
+
+    @property
+    def weight_version(self) -> int:
+        """Optimiser steps behind the weights that a `publish` called now would send: calls are carried out in order."""
+        return self._weight_version
+
+    async def weight_shapes(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Give Hugging Face name, dtype and shape of every tensor, in the order in which they are published."""
+        return (await self._call("weight_shapes", [()] * len(self._ranks), what="listing its weights"))[0]
+
+    async def open_publisher(self, publisher: WeightPublisher, info: Any, plan: Any, *, timeout_s: float) -> None:
+        """Let rank 0 get ready to send weights."""
+        arguments = [(publisher, info, plan)] * len(self._ranks)
+        await self._call("open_publisher", arguments, what="opening the weight channel", timeout_s=timeout_s)
+
+    async def publish(self, *, timeout_s: float) -> None:
+        """Send the weights."""
+        await self._call("publish", [()] * len(self._ranks), what="sending its weights", timeout_s=timeout_s)
+
+    async def logprobs(self, batch: Microbatch) -> np.ndarray:
+        """Give the student's log-probabilities [N] of a microbatch's tokens."""
+        answers = await self._call("topk_logprobs", [(batch, 1)] * len(self._ranks), what="reading the probe")
+        return answers[0][0]
 
     async def optim_step(self) -> OptimStats:
         """Apply and clear the gradients."""
-        parts: list[OptimStats] = await self._call("optim_step", [()] * len(self._ranks), what="in the optimizer step")
+        async with self._turns("learner"):
+            self._weight_version += 1
+            calls = [()] * len(self._ranks)
+            parts: list[OptimStats] = await self._call("optim_step", calls, what="in the optimizer step")
         return dataclasses.replace(parts[0], memory_gib=max(p.memory_gib for p in parts))
 
     async def abort(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from opd.learner.hf_weights import export_hf, load_hf
 from opd.learner.model import TORCH_DTYPES, build_model
 from opd.learner.objectives import TOKEN_METRICS
 from opd.matmul import set_fp32_precision
+from opd.protocols import WeightPublisher
 from opd.types import LossStats, Microbatch, OptimStats
 
 
@@ -68,6 +69,7 @@ class LearnerRank:
         self._device = torch.device(profile.torch_device)
         self._has_gradient = False
         self._aborts_seen = 0
+        self._publisher: WeightPublisher | None = None
         if self._on_cpu:
             cpu_patches.apply()
             torch.set_num_threads(threads)
@@ -209,13 +211,35 @@ class LearnerRank:
         if self.rank:
             return
         dtype = TORCH_DTYPES[self.learner.dtype]
-        tensors = export_hf(dict(self.model.named_parameters()), self.hf_config, dtype)
-        state = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}  # gate and up are views of one matrix
+        # Copies: gate and up are views of one matrix.
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in self._hf_weights()}
         save_torch_state_dict(state, str(folder), metadata={"format": "pt"})
         for file in folder.glob("*.safetensors"):
             file.chmod(0o644)  # safetensors makes them private
         config = self.hf_config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+    def weight_shapes(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Give Hugging Face name, dtype and shape of every tensor, in the order in which they are published."""
+        return [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self._hf_weights()]
+
+    def open_publisher(self, publisher: WeightPublisher, info: Any, plan: Any) -> None:
+        """Rank 0: get ready to send weights, instead of what there was before; other ranks do nothing."""
+        if self._publisher is not None:
+            self._publisher.close()
+        self._publisher = publisher if self.rank == 0 else None
+        if self._publisher is not None:
+            self._publisher.open(info, plan)
+
+    def publish(self) -> None:
+        """Rank 0: send the weights as they are now; other ranks do nothing."""
+        if self._publisher is not None:
+            with torch.no_grad():
+                self._publisher.send(self._hf_weights())
+
+    def _hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Give the weights in the compute type under Hugging Face names, one parameter at a time."""
+        return export_hf(dict(self.model.named_parameters()), self.hf_config, TORCH_DTYPES[self.learner.dtype])
 
     def _clear_gradients(self) -> None:
         self._ddp.zero_grad_buffer()
@@ -242,6 +266,7 @@ class LearnerRank:
             ids=self._tensor(np.concatenate([batch.topk_ids, batch.target_ids[:, None]], axis=1)),
             teacher_topk=self._tensor(batch.topk_logprobs),
             from_dataset=self._tensor(batch.from_dataset),
+            sampling=self._tensor(batch.sampling_logprobs),
         )
 
     def _loss(self, scale: float) -> Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]]:

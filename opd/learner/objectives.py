@@ -28,6 +28,7 @@ TOKEN_METRICS = (
     "student/topk_mass",
     "teacher/topk_mass",
     "score/coverage",
+    "rollout/logprob_gap",
 )
 """What every pass measures, in the order of the columns of `token_metrics`."""
 
@@ -112,9 +113,13 @@ def token_metrics(
     student_entropy: Tensor,
     teacher_topk: Tensor,
     covered: Tensor,
+    sampling: Tensor,
     vocab_size: int,
 ) -> Tensor:
-    """Give the `TOKEN_METRICS` of every token as columns; KLs and teacher entropy on top K + tail, at τ = 1."""
+    """Give the `TOKEN_METRICS` of every token as columns; KLs and teacher entropy on top K + tail, at τ = 1.
+
+    The gap to the log-probability at sampling time is 0 for a token that was not sampled: see `metrics.step_values`.
+    """
     student, teacher = with_tail(student_topk, vocab_size), with_tail(teacher_topk, vocab_size)
     return torch.stack(
         [
@@ -127,6 +132,7 @@ def token_metrics(
             student_topk.exp().sum(-1),
             teacher_topk.exp().sum(-1),
             covered.to(loss.dtype),
+            (student_token - sampling).abs().nan_to_num(nan=0.0).to(loss.dtype),
         ],
         dim=-1,
     )

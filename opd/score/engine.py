@@ -8,15 +8,14 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from opd.config import Dtype, TeacherConfig
+from opd.config import TeacherConfig
 from opd.device import HostProfile
-from opd.score.requests import EngineInfo, EngineReply, ScoreRequest
+from opd.engine_pool import EngineInfo
+from opd.score.requests import EngineReply, ScoreRequest
 
 if TYPE_CHECKING:
     from opd.score.vllm_hidden import HiddenStateScorer
     from opd.score.vllm_prompt import PromptLogprobScorer
-
-VLLM_DTYPE: dict[Dtype, str] = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 class TeacherEngine:
@@ -90,6 +89,8 @@ class TeacherEngine:
 
     def _engine_args(self, *, spare: int) -> dict[str, Any]:
         """Give the arguments of vLLM that both ways of scoring share."""
+        from opd.vllm_engine import VLLM_DTYPE
+
         config = self._config
         return {
             "model": self._folder,

@@ -2,8 +2,9 @@
 
     score(samples) ──► jobs of bounded tokens ──► one queue ──► one coroutine per engine ──► answers, checked, in order
 
-Every engine has one job at a time and takes the next when it is done, so the least loaded gets the most. A job whose
-engine is lost goes back to the front of the queue, where any live engine takes it, while the lost engine is replaced.
+Every engine has one call at a time and takes its share of what waits when it is done, so the least loaded gets the
+most; small jobs go together, since samples come one at a time where answers do. Jobs whose engine is lost go back to
+the front of the queue, where any live engine takes them, while the lost engine is replaced.
 Knows neither Ray nor vLLM: see `ray_engine.py`.
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from opd.config import TeacherConfig
+from opd.engine_pool import EnginePool
 from opd.errors import ScoringError, WorkerLost
-from opd.score.requests import Engine, EngineInfo, EngineReply, ScoredTokens, ScoreRequest, StartEngine
+from opd.score.requests import Engine, ScoredTokens, ScoreRequest, StartEngine
+from opd.turns import NO_TURNS, Turns
 from opd.types import Sample
 
-logger = logging.getLogger(__name__)
-
 JOB_TOKENS = 4096
-"""Tokens of one job: enough for an engine to be busy, little enough to do again."""
+"""Tokens of one call: enough for an engine to be busy, little enough to do again."""
 JOB_BYTES = 2**28
-"""Size of one job's answer; decides when K is large."""
+"""Size of one call's answer; decides when K is large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +51,14 @@ class _Job:
 
     number: int
     samples: Sequence[Sample] = field(compare=False)
-    reply: asyncio.Future[EngineReply] = field(compare=False)
+    reply: asyncio.Future[Sequence[ScoredTokens]] = field(compare=False)
 
     @property
     def num_tokens(self) -> int:
         return sum(map(_num_scored, self.samples))
 
 
-class ScorerPool:
+class ScorerPool(EnginePool[Engine]):
     """The engines of one teacher; a `Scorer`.
 
     Args:
@@ -66,42 +66,31 @@ class ScorerPool:
         top_k: Ids kept per position.
         start_engine: Starts engine number `index`, or starts it again.
         pause_s: Wait after a start that failed, before the next.
+        turns: Of those that compute on the same cores.
     """
 
-    def __init__(self, config: TeacherConfig, *, top_k: int, start_engine: StartEngine, pause_s: float = 5.0) -> None:
-        self._config = config
-        self._pause_s = pause_s
-        self._start_engine = start_engine
+    def __init__(
+        self,
+        config: TeacherConfig,
+        *,
+        top_k: int,
+        start_engine: StartEngine,
+        pause_s: float = 5.0,
+        turns: Turns = NO_TURNS,
+    ) -> None:
+        super().__init__(
+            f"teacher {config.name}",
+            num_engines=config.num_engines,
+            max_restarts=config.max_restarts,
+            start_engine=start_engine,
+            error=ScoringError,
+            pause_s=pause_s,
+        )
+        self._config, self._turns = config, turns
         self._job_tokens = min(JOB_TOKENS, max(1, JOB_BYTES // (8 * top_k)))
-        self._engines: dict[int, Engine] = {}
-        self._servers: set[asyncio.Task[None]] = set()
         self._queue: asyncio.PriorityQueue[_Job] = asyncio.PriorityQueue()
         self._job_numbers = itertools.count()
-        self._memory_gib: dict[int, float] = {}
-        self._tokens, self._engine_s, self._restarts = 0, 0.0, 0
-        self._window, self._vocab_size = 0, 0
-
-    async def start(self) -> None:
-        """Start the engines, all at once.
-
-        Raises:
-            ScoringError: One was lost while it loaded.
-        """
-        starting = [asyncio.create_task(self._start(index)) for index in range(self._config.num_engines)]
-        try:
-            await asyncio.gather(*starting)
-        except BaseException as error:
-            for task in starting:
-                task.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)  # the first error is the one to tell
-            await self.close()
-            if isinstance(error, WorkerLost):
-                raise ScoringError(f"teacher {self._config.name}: {error}") from None
-            raise
-        first = self.engine_infos()[0]
-        self._window, self._vocab_size = first.window, first.vocab_size
-        for index in self._engines:
-            self._servers.add(asyncio.create_task(self._serve(index)))
+        self._tokens, self._engine_s = 0, 0.0
 
     async def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """Give copies of `samples`, same order, each with its score.
@@ -117,11 +106,11 @@ class ScorerPool:
         for job in jobs:
             self._queue.put_nowait(job)
         try:
-            await self._all_answered({job.reply for job in jobs})
+            await self._all_done({job.reply for job in jobs})
         finally:
             for job in jobs:
                 job.reply.cancel()  # for an engine that has not begun with it; no effect on an answered one
-        return [scored for job in jobs for scored in _paired(job.samples, job.reply.result().answers)]
+        return [scored for job in jobs for scored in _paired(job.samples, job.reply.result())]
 
     def counters(self) -> ScoreCounters:
         """Give what was done so far."""
@@ -132,79 +121,56 @@ class ScorerPool:
             memory_gib=sum(self._memory_gib.values()),
         )
 
-    def engine_infos(self) -> list[EngineInfo]:
-        """Give what the engines said when they had loaded, by number."""
-        return [self._engines[index].info for index in sorted(self._engines)]
-
-    async def close(self) -> None:
-        """End the engines."""
-        servers, self._servers = self._servers, set()
-        for server in servers:
-            server.cancel()
-        await asyncio.gather(*servers, return_exceptions=True)  # what they raised, score() has raised
-        engines, self._engines = self._engines, {}
-        await asyncio.gather(*(engine.close() for engine in engines.values()))
-
-    async def _start(self, index: int) -> None:
-        engine = self._engines[index] = await self._start_engine(index)
-        logger.info("%s is ready: pid %d, loaded in %.1f s", engine.name, engine.info.pid, engine.info.load_s)
-
     async def _serve(self, index: int) -> None:
         """Answer jobs with engine `index`, for ever; ends only by an error, which `score` raises."""
         while True:
-            job = await self._queue.get()
-            if job.reply.done():  # nobody waits for it any more
-                continue
-            requests = [
-                ScoreRequest(
-                    ids=np.concatenate([sample.scored_prompt_ids, sample.response_ids]),
-                    first_response=len(sample.scored_prompt_ids),
-                )
-                for sample in job.samples
-            ]
-            started = time.monotonic()
-            try:
-                reply = await self._engines[index].score(requests)
-            except WorkerLost as lost:
-                self._queue.put_nowait(job)
+            first = await self._queue.get()
+            lost: WorkerLost | None = None
+            async with self._turns(self._engines[index].name):
+                if jobs := self._share(first):  # more may have come meanwhile; nobody may wait for any of them
+                    lost = await self._score(index, jobs)
+            if lost is not None:
                 await self._replace(index, lost)
-                continue
-            self._engine_s += time.monotonic() - started
-            self._tokens += job.num_tokens
-            self._memory_gib[index] = reply.memory_gib
+
+    async def _score(self, index: int, jobs: Sequence[_Job]) -> WorkerLost | None:
+        """Answer jobs in one call; when the engine is lost, put them back and tell of it."""
+        requests = [
+            ScoreRequest(
+                ids=np.concatenate([sample.scored_prompt_ids, sample.response_ids]),
+                first_response=len(sample.scored_prompt_ids),
+            )
+            for job in jobs
+            for sample in job.samples
+        ]
+        started = time.monotonic()
+        try:
+            reply = await self._engines[index].score(requests)
+        except WorkerLost as lost:
+            for job in jobs:
+                self._queue.put_nowait(job)
+            return lost
+        self._engine_s += time.monotonic() - started
+        self._tokens += sum(job.num_tokens for job in jobs)
+        self._memory_gib[index] = reply.memory_gib
+        answers = list(reply.answers)
+        for job in jobs:
+            # The last job gets what is left, so that its caller sees answers that are missing or too many.
+            count = len(answers) if job is jobs[-1] else len(job.samples)
             if not job.reply.done():
-                job.reply.set_result(reply)
+                job.reply.set_result(answers[:count])
+            answers = answers[count:]
+        return None
 
-    async def _replace(self, index: int, lost: WorkerLost) -> None:
-        """Put a new engine in the place of a lost one."""
-        await self._engines[index].kill()
-        while True:
-            if self._restarts >= self._config.max_restarts:
-                raise ScoringError(
-                    f"teacher {self._config.name}: an engine was lost after {self._restarts} restarts, as many as "
-                    f"max_restarts allows: {lost}"
-                )
-            self._restarts += 1
-            logger.warning("%s\nstarting it again, restart %d of %d", lost, self._restarts, self._config.max_restarts)
-            try:
-                return await self._start(index)
-            except WorkerLost as again:
-                lost = again
-            except (ValueError, RuntimeError) as error:
-                # The same start went well before. What differs now is what the lost engine left: its memory is freed
-                # only when the last of its processes has gone.
-                lost = WorkerLost(lost.whom, "starting again", repr(error))
-                await asyncio.sleep(self._pause_s)
-
-    async def _all_answered(self, waiting: set[asyncio.Future[EngineReply]]) -> None:
-        """Wait for replies; raise what ended a server."""
-        if not self._servers:
-            raise RuntimeError(f"the pool of teacher {self._config.name} is not running")
-        while waiting:
-            done, _ = await asyncio.wait({*waiting, *self._servers}, return_when=asyncio.FIRST_COMPLETED)
-            for server in self._servers & done:
-                server.result()
-            waiting -= done
+    def _share(self, first: _Job) -> list[_Job]:
+        """Give the oldest waiting jobs that make up one engine's share, but no more than one call may have."""
+        waiting = [first, *(self._queue.get_nowait() for _ in range(self._queue.qsize()))]
+        waiting = sorted(job for job in waiting if not job.reply.done())
+        most = min(self._job_tokens, sum(job.num_tokens for job in waiting) / self._config.num_engines)
+        sizes = itertools.accumulate(job.num_tokens for job in waiting)
+        count = max(1, sum(size <= most for size in sizes))
+        for job in waiting[count:]:
+            self._queue.put_nowait(job)
+        return waiting[:count]
 
     def _check_fits(self, sample: Sample) -> None:
         num_tokens = _num_scored(sample)

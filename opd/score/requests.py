@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from opd.engine_pool import PooledEngine
 from opd.types import TeacherScore
 
 
@@ -43,30 +44,8 @@ class EngineReply:
     """Peak memory of the engine so far: resident set, or device memory on a GPU."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineInfo:
-    """What an engine says of itself once it has loaded."""
-
-    pid: int
-    window: int
-    """Longest sequence that it scores, in tokens."""
-    vocab_size: int
-    """Ids that it gives probability to."""
-    load_s: float
-
-
-class Engine(Protocol):
-    """An engine that runs: a Ray actor with vLLM, or a fake in tests."""
-
-    @property
-    def name(self) -> str:
-        """How messages call it."""
-        ...
-
-    @property
-    def info(self) -> EngineInfo:
-        """What it said of itself when it had loaded."""
-        ...
+class Engine(PooledEngine, Protocol):
+    """A teacher engine that runs."""
 
     async def score(self, requests: Sequence[ScoreRequest]) -> EngineReply:
         """Score sequences.
@@ -74,14 +53,6 @@ class Engine(Protocol):
         Raises:
             WorkerLost: The engine died or did not answer in time.
         """
-        ...
-
-    async def close(self) -> None:
-        """End it in good order, or kill it when it takes too long."""
-        ...
-
-    async def kill(self) -> None:
-        """End it at once; fine for one that is dead."""
         ...
 
 

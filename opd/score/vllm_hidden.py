@@ -15,8 +15,8 @@ from opd.config import Dtype
 from opd.device import HostProfile
 from opd.score.head import TeacherHead
 from opd.score.requests import ScoredTokens, ScoreRequest
-from opd.score.vllm_engine import VllmEngine
 from opd.types import TeacherScore
+from opd.vllm_engine import VllmEngine
 
 
 class HiddenStateScorer:
@@ -45,7 +45,7 @@ class HiddenStateScorer:
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoredTokens]:
         """Score sequences, in order."""
-        outputs = self._engine.run(requests, self._params, PoolingRequestOutput)
+        outputs = self._engine.run([request.ids for request in requests], self._params, PoolingRequestOutput)
         hidden, targets = [], []
         for request, output in zip(requests, outputs, strict=True):
             states: torch.Tensor = output.outputs.data

@@ -11,22 +11,9 @@ from vllm.logprobs import FlatLogprobs
 
 from opd.config import Dtype
 from opd.device import HostProfile
-from opd.matmul import set_fp32_precision
 from opd.score.requests import ScoredTokens, ScoreRequest
-from opd.score.vllm_engine import VllmEngine
 from opd.types import TeacherScore
-
-
-class HeadSettings:
-    """What vLLM mixes into its workers, so that the lm_head can be set up where it lives."""
-
-    model_runner: Any
-    """Of the worker; only declared here, since vLLM refuses a mixin with an attribute that the worker has too."""
-
-    def set_up_head(self, vocab_size: int, matmul_precision: str) -> None:
-        """Cut the logits to the ids that count; let oneDNN round operands of the fp32 lm_head."""
-        self.model_runner.model.logits_processor.org_vocab_size = vocab_size
-        set_fp32_precision(matmul_precision)
+from opd.vllm_engine import HEAD_ARGS, VllmEngine
 
 
 class PromptLogprobScorer:
@@ -44,23 +31,8 @@ class PromptLogprobScorer:
         self, engine_args: Mapping[str, Any], *, top_k: int, vocab_size: int, dtype: Dtype, profile: HostProfile
     ) -> None:
         self._top_k = top_k
-        self._engine = VllmEngine(
-            {
-                **engine_args,
-                "max_logprobs": top_k,
-                "logprobs_mode": "raw_logprobs",
-                "hf_overrides": {"head_dtype": "float32"},  # bf16 logits lose up to 6 % of the loss
-                "worker_extension_cls": f"{HeadSettings.__module__}.{HeadSettings.__qualname__}",
-            }
-        )
-        if vocab_size > self._engine.vocab_size:
-            raise ValueError(
-                f"the teacher in {engine_args['model']} has {self._engine.vocab_size} ids, fewer than the "
-                f"{vocab_size} to be scored"
-            )
-        # The operands came from bf16, so rounding them to it again is exact.
-        rounds = dtype == "bf16" and profile.bf16_products == "upcast"
-        self._engine.call_workers("set_up_head", vocab_size, "bf16" if rounds else "ieee")
+        self._engine = VllmEngine({**engine_args, **HEAD_ARGS, "max_logprobs": top_k})
+        self._engine.set_up_head(vocab_size, dtype=dtype, profile=profile)
         # Every value is given, whatever the model's generation_config.json says; one token has to be generated.
         self._sampling = SamplingParams(
             n=1,
@@ -83,7 +55,7 @@ class PromptLogprobScorer:
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoredTokens]:
         """Score sequences, in order."""
-        outputs = self._engine.run(requests, self._sampling, RequestOutput)
+        outputs = self._engine.run([request.ids for request in requests], self._sampling, RequestOutput)
         answers = []
         for request, output in zip(requests, outputs, strict=True):
             rows = output.prompt_logprobs

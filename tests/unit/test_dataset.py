@@ -46,16 +46,16 @@ def text(array: np.ndarray) -> str:
 
 
 def test_a_row_becomes_a_sample_that_ends_in_the_end_token(tmp_path: Path) -> None:
-    """B13: ids once, from here on; B25: other columns are carried, not lost and not tokenised."""
-    source = write(tmp_path, [row(1, tag={"level": [1, None]}, id="x")])
-    sample = prepared(source).train[0]
+    """B13: ids once, from here on; B25: the row is carried whole, its other columns not lost and not tokenised."""
+    values = row(1, tag={"level": [1, None]}, id="x")
+    sample = prepared(write(tmp_path, [values])).train[0]
     assert sample.sample_id == "train.jsonl:1"
     assert text(sample.prompt_ids) == "<|im_start|>user\nwhat is 1?<|im_end|>\n<|im_start|>assistant\n"
     assert text(sample.response_ids) == "it is 1<|im_end|>"
     assert sample.response_ids.tolist().count(IM_END) == 1
     assert sample.loss_mask.all()
     assert (sample.finish_reason, sample.source, sample.teacher) == ("stop", "dataset", "big")
-    assert sample.meta == {"tag": {"level": [1, None]}, "id": "x"}
+    assert sample.meta == values
 
 
 def test_nested_columns_and_calculator_marks(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_messages_end_in_the_answer(tmp_path: Path) -> None:
     assert text(sample.prompt_ids) == start
     assert [*sample.prompt_ids, *sample.response_ids].count(BOS) == 1
     assert text(sample.response_ids) == "ho<|im_end|>"
-    assert sample.meta == {"id": 7}
+    assert sample.meta == {"messages": chat, "id": 7}
 
 
 def test_rows_from_json_lines_and_parquet_give_the_same_samples(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_rows_from_json_lines_and_parquet_give_the_same_samples(tmp_path: Path) 
     for a, b in zip(one, two, strict=True):
         assert a.prompt_ids.tolist() == b.prompt_ids.tolist()
         assert a.response_ids.tolist() == b.response_ids.tolist()
-        assert a.meta == b.meta
+        assert a.meta["teacher_prompt"] == b.meta["teacher_prompt"]
 
 
 # Refusals
@@ -185,7 +185,7 @@ def test_ten_rows_of_which_three_are_bad(tmp_path: Path) -> None:
         ("train.jsonl:7", "unknown role"),
     ]
     assert len(data.train) == 7
-    assert data.train[5].meta == {"extra": {"deep": [1, {"x": None}]}}
+    assert data.train[5].meta == rows[8]
     with pytest.raises(TooManyRefusedError, match=r"3 of 10 rows .*train\.jsonl:3: malformed JSON") as error:
         prepared(source, messages_column="messages")
     assert "data.max_refused_share" in str(error.value)

@@ -25,7 +25,10 @@ def problem(k: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[
     topk = teacher.topk(k)
     token = torch.randint(0, V, (N, 1), generator=g)
     targets = LossTargets(
-        ids=torch.cat([topk.indices, token], 1), teacher_topk=topk.values, from_dataset=torch.arange(N) % 3 != 0
+        ids=torch.cat([topk.indices, token], 1),
+        teacher_topk=topk.values,
+        from_dataset=torch.arange(N) % 3 != 0,
+        sampling=torch.full((N,), torch.nan),
     )
     return hidden, weight, teacher, targets
 
@@ -90,6 +93,7 @@ def test_teacher_equal_to_student_gives_no_loss_and_no_gradient(beta: float, k: 
         ids=torch.cat([topk.indices, topk.indices[:, :1]], 1),
         teacher_topk=topk.values,
         from_dataset=torch.ones(N, dtype=torch.bool),
+        sampling=torch.full((N,), torch.nan),
     )
     objective = GkdObjective(beta=beta, tail=tail)  # type: ignore[arg-type]
     loss, _ = fused_head_loss(hidden, weight, targets, objective, scale=1 / N, chunk_tokens=4)
@@ -176,6 +180,7 @@ def test_bf16_inputs_lose_no_precision_in_the_logits() -> None:
         ids=torch.cat([topk.indices, topk.indices[:, :1]], 1),
         teacher_topk=topk.values,
         from_dataset=torch.ones(64, dtype=torch.bool),
+        sampling=torch.full((64,), torch.nan),
     )
     sums = head_metrics(hidden, weight, targets, GkdObjective(), chunk_tokens=16)
     means = dict(zip(TOKEN_METRICS, (sums / 64).tolist(), strict=True))

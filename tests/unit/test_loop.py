@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from opd.batches import ScoredBatches
 from opd.config import DataConfig, LearnerConfig, LoopConfig, RunConfig, StudentConfig, TeacherConfig
 from opd.errors import CheckpointError, LearnerLost, ScoringError, WorkerLost
-from opd.loop import Outcome, Parts, ScoredBatches, train
+from opd.loop import Outcome, Parts, train
 from tests.fakes import (
     ListSource,
     RecordingCheckpoints,
@@ -353,7 +354,7 @@ def test_cancelled_batches_leave_no_task() -> None:
 
     async def main() -> int:
         batches = ScoredBatches(loop.config, loop.source, TableScorer(loop.script))
-        assert await batches.next(last_step=9) is not None
+        assert await batches.next(version=0, last_step=9) is not None
         waiting = len(asyncio.all_tasks())
         await batches.cancel()
         assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -18,9 +19,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from opd import metrics
-from opd.loop import ScoredBatch, StepReport
+from opd.batches import ScoredBatch
+from opd.loop import Evaluation, StepReport
 from opd.metrics import METRICS, MetricsWriter, find_metric, heldout_values, metrics_table_markdown, step_values
-from opd.types import NO_LOSS, LossStats, OptimStats, Sample, TeacherScore, TrainBatch
+from opd.types import LossStats, OptimStats, RolloutTrace, Sample, SyncStats, TeacherScore, TrainBatch
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
@@ -172,16 +174,20 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
         MetricsWriter(tmp_path / "file")
 
 
-def _report(samples: list[Sample]) -> StepReport:
+def _report(samples: list[Sample], sync: SyncStats | None = None) -> StepReport:
     batch = TrainBatch(ranks=(), trained_tokens=5, total_tokens=10, num_samples=len(samples))
+    scored = ScoredBatch(samples=samples, batch=batch, rollout_s=2.0, score_s=0.5, source_state={})
     return StepReport(
         step=1,
-        scored=ScoredBatch(samples=samples, batch=batch, score_s=0.5, source_state={}),
-        loss=LossStats(sums={"loss/total": 10.0}, tokens=5),
+        scored=scored,
+        loss=LossStats(sums={"loss/total": 10.0, "rollout/logprob_gap": 0.4}, tokens=5),
         optim=OptimStats(grad_norm=3.0, lr=0.1),
+        sync=sync,
+        staleness=scored.staleness(version=7),
         learn_s=1.5,
         wait_learn_s=0.5,
         wait_score_s=1.25,
+        wait_rollout_s=0.5,
         step_s=2.0,
     )
 
@@ -201,10 +207,48 @@ def test_values_of_a_step(tmp_path: Path) -> None:
         writer.write(1, values)  # every name is known
 
 
-def test_values_of_an_evaluation() -> None:
+def _written(length: int, versions: list[int], *, ended: bool = True) -> Sample:
+    """An answer of the student's own."""
+    trace = RolloutTrace(
+        sampling_logprobs=np.full(length, -1.0, np.float32), weight_versions=np.array(versions, np.int32)
+    )
+    return dataclasses.replace(_sample(length, ended=ended), source="rollout", rollout=trace)
+
+
+def test_values_of_a_step_on_the_students_own_answers(tmp_path: Path) -> None:
+    sync = SyncStats(version=8, seconds=0.5, bytes=2**29, gap_mean=0.01, gap_max=0.2)
+    samples = [_written(1, [6]), _written(3, [5, 5, 7], ended=False), _sample(4)]
+    values = step_values(_report(samples, sync))
+    assert values["sample/on_policy_share"] == 2 / 3
+    assert values["sample/empty_share"] == 0.5, "an answer that is one end token"
+    assert values["staleness/max_versions"] == 2.0, "by the oldest token"
+    assert values["staleness/mean_versions"] == 1.5
+    assert values["rollout/logprob_gap"] == pytest.approx(0.4 / 4), "over the tokens that the student wrote"
+    assert values["speed/rollout_tokens_per_s"] == 2.0
+    assert values["wait/rollout_s"] == 0.5
+    assert values["sync/weight_version"] == 8.0
+    assert values["sync/gib_per_s"] == 1.0
+    assert values["parity/logprob_gap_max"] == 0.2
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, values)  # every name is known
+
+
+def test_values_of_an_evaluation(tmp_path: Path) -> None:
     stats = LossStats(sums={"loss/forward_kl": 4.0, "loss/cross_entropy": 2.0, "student/entropy": 1.0}, tokens=2)
-    assert heldout_values(stats) == {"heldout/forward_kl": 2.0, "heldout/cross_entropy": 1.0}
-    assert heldout_values(NO_LOSS) == {}
+    on_dataset = {"heldout/forward_kl": 2.0, "heldout/cross_entropy": 1.0}
+    assert heldout_values(Evaluation(on_dataset=stats)) == on_dataset
+    assert heldout_values(Evaluation()) == {}
+    both = heldout_values(Evaluation(on_dataset=stats, on_own=stats, summary={"heldout/accuracy": 0.5}))
+    assert both == on_dataset | {"heldout/own_forward_kl": 2.0, "heldout/accuracy": 0.5}
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, both)
+
+
+def test_checkpoints_are_compared_on_the_students_own_answers_where_there_are_any() -> None:
+    data, own = (LossStats(sums={"loss/forward_kl": kl}, tokens=1) for kl in (3.0, 1.0))
+    assert Evaluation(on_dataset=data).forward_kl == 3.0
+    assert Evaluation(on_dataset=data, on_own=own).forward_kl == 1.0
+    assert Evaluation().forward_kl is None
 
 
 def test_peak_memory_of_processes() -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from opd.batches import ScoredBatch
 from opd.checkpoint import Checkpoint
 from opd.config import DataConfig, LoopConfig, RunConfig, StudentConfig, TeacherConfig
-from opd.loop import Outcome, ScoredBatch, StepReport
+from opd.loop import Evaluation, Outcome, StepReport
 from opd.progress import Progress
 from opd.types import LossStats, OptimStats, TrainBatch
 
@@ -38,18 +39,22 @@ def _report(step: int, *, skipped: bool = False) -> StepReport:
     batch = TrainBatch(ranks=(), trained_tokens=900, total_tokens=2100, num_samples=8)
     return StepReport(
         step=step,
-        scored=ScoredBatch(samples=[], batch=batch, score_s=1.25, source_state={}),
+        scored=ScoredBatch(samples=[], batch=batch, rollout_s=2.5, score_s=1.25, source_state={}),
         loss=LossStats(sums={"loss/total": 2.4, "loss/forward_kl": 3.2}, tokens=2),
         optim=OptimStats(grad_norm=1.0, lr=1e-4, skipped=skipped),
+        sync=None,
+        staleness=[],
         learn_s=6.1,
         wait_learn_s=0.14,
         wait_score_s=5.25,
+        wait_rollout_s=3.5,
         step_s=7.0,
     )
 
 
-def _heldout(kl: float) -> LossStats:
-    return LossStats(sums={"loss/forward_kl": kl, "loss/reverse_kl": kl / 2, "loss/cross_entropy": kl + 1}, tokens=1)
+def _heldout(kl: float) -> Evaluation:
+    sums = {"loss/forward_kl": kl, "loss/reverse_kl": kl / 2, "loss/cross_entropy": kl + 1}
+    return Evaluation(on_dataset=LossStats(sums=sums, tokens=1))
 
 
 def _show(progress: Progress, folder: Path, max_steps: int = 30) -> None:

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from opd.config import TeacherConfig
+from opd.engine_pool import EngineInfo
 from opd.errors import ScoringError, WorkerLost
 from opd.score.pool import ScorerPool
-from opd.score.requests import EngineInfo, EngineReply, ScoredTokens, ScoreRequest
+from opd.score.requests import EngineReply, ScoredTokens, ScoreRequest
 from opd.types import Sample, TeacherScore
 
 VOCAB, WINDOW, K = 100, 400, 4
@@ -205,6 +206,41 @@ def test_the_teacher_is_asked_with_its_own_prompt() -> None:
 
 def test_no_samples_no_work() -> None:
     assert run(FakeStarts(), lambda pool: pool.score([])) == []
+
+
+def test_samples_that_came_one_at_a_time_go_together() -> None:
+    starts = FakeStarts(delays_s={0: 0.02})
+    samples = [sample(i, prompt=100, response=250) for i in range(40)]
+
+    async def one_by_one(pool: ScorerPool) -> list[Sample]:
+        given = await asyncio.gather(*(pool.score([one]) for one in samples))
+        return [one for part in given for one in part]
+
+    assert_scored(samples, run(starts, one_by_one))
+    assert [len(call) for call in starts.engines[0].calls] == [11, 11, 11, 7], "4096 tokens are the most of one call"
+
+
+def test_what_waits_is_shared_out() -> None:
+    starts = FakeStarts(delays_s={0: 0.02, 1: 0.02})
+    samples = [sample(i) for i in range(8)]
+
+    async def one_by_one(pool: ScorerPool) -> None:
+        await asyncio.gather(*(pool.score([one]) for one in samples))
+
+    run(starts, one_by_one, num_engines=2)
+    assert all(engine.calls for engine in starts.engines), "one engine took all"
+
+
+@pytest.mark.parametrize("fault", [dies, hangs])
+def test_what_was_sent_together_is_scored_again(fault: Answer) -> None:
+    starts = FakeStarts(scripts={0: [[fault]]})
+    samples = [sample(i) for i in range(9)]
+
+    async def one_by_one(pool: ScorerPool) -> list[Sample]:
+        given = await asyncio.gather(*(pool.score([one]) for one in samples))
+        return [one for part in given for one in part]
+
+    assert_scored(samples, run(starts, one_by_one))
 
 
 @pytest.mark.parametrize("fault", [dies, hangs])

@@ -1,0 +1,1 @@
+"""Weights of the learner, into the rollout engines."""
