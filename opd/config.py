@@ -64,7 +64,7 @@ class RolloutConfig(Config):
         default=0, description="optimiser steps an answer may lag behind; 0: answers and learning take turns"
     )
     samples_per_prompt: Positive = Field(default=1, description="answers to each prompt of a step")
-    temperature: Annotated[float, Field(gt=0)] = Field(default=1.0, description="of sampling")
+    temperature: Annotated[float, Field(gt=0, le=2)] = Field(default=1.0, description="of sampling")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="nucleus; 1: off")
     top_k: NonNegative = Field(default=0, description="likeliest ids to sample from; 0: all")
     min_p: Share = Field(default=0.0, description="least probability, as a share of the likeliest id's; 0: off")
@@ -75,7 +75,7 @@ class RolloutConfig(Config):
     heldout_answers: NonNegative = Field(
         default=32, description="held-out prompts answered at each evaluation; 0: none"
     )
-    heldout_temperature: Annotated[float, Field(ge=0)] = Field(
+    heldout_temperature: Annotated[float, Field(ge=0, le=2)] = Field(
         default=0.0, description="of those answers; 0: the likeliest id"
     )
     num_engines: Positive = Field(default=1, description="vLLM engines; prompts go to the least loaded")

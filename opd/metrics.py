@@ -102,6 +102,15 @@ METRICS: dict[str, Metric] = {
 }
 """Name → what it is. The writer takes no other names."""
 
+_ON_POLICY_GROUPS = ("rollout/", "staleness/", "parity/", "sync/", "heldout/own_")
+ON_POLICY_METRICS = (
+    *(name for name in METRICS if name.startswith(_ON_POLICY_GROUPS)),
+    *("sample/empty_share", "heldout/accuracy", "heldout/response_tokens_mean", "heldout/truncated_share"),
+    *("heldout/ended_share", "time/rollout_s", "time/sync_s", "wait/rollout_s", "speed/rollout_tokens_per_s"),
+    "memory/rollout_gib",
+)
+"""Those that only a run with rollouts has."""
+
 METRICS_PER_TEACHER: dict[str, Metric] = {
     "forward_kl": METRICS["loss/forward_kl"],
     "reverse_kl": METRICS["loss/reverse_kl"],

@@ -31,9 +31,22 @@ class HeadSettings:
         self.model_runner.model.logits_processor.org_vocab_size = vocab_size
         set_fp32_precision(matmul_precision)
 
-    def set_up_sampler(self, vocab_size: int) -> None:
-        """Tell the sampler how wide the cut logits are: it writes "no top-k" as that number."""
+    def set_up_sampler(self, vocab_size: int, num_token_ids: int) -> None:
+        """Tell the sampler how wide the cut logits are, since it writes "no top-k" as that number.
+
+        Ids from `num_token_ids` on are never sampled, though log-probabilities count them, as the learner's do.
+        """
         self.model_runner.input_batch.vocab_size = vocab_size
+        sampler = self.model_runner.sampler
+        process = sampler.apply_logits_processors
+
+        def only_tokens(logits: torch.Tensor, *args: object) -> torch.Tensor:
+            processed = process(logits, *args)
+            processed[:, num_token_ids:] = -torch.inf
+            return processed
+
+        if num_token_ids < vocab_size:
+            sampler.apply_logits_processors = only_tokens
 
     def keep_fp32_head(self) -> None:
         """Keep the lm_head in fp32, for a CPU, where vLLM converts all of it at every step; again after new weights.

@@ -44,12 +44,13 @@ class StudentEngine:
         config: Of the rollouts.
         dtype: What the student computes in.
         folder: HF folder of its first weights, on this host.
-        vocab_size: Ids that count: the tokenizer's. Embedding rows beyond it are padding and are never sampled.
+        vocab_size: Ids that count, as in the learner: rows beyond it have no probability.
         end_token_ids: Any of them ends an answer.
         longest: Tokens of the longest prompt and response.
         profile: Of this host.
         seed: Of vLLM itself; every request has its own.
         weight_transfer: Whether the weights can be replaced, which needs the `opd` plug-in of vLLM.
+        num_token_ids: Ids that may be sampled: the tokenizer's; those from here to `vocab_size` are padding.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class StudentEngine:
         profile: HostProfile,
         seed: int,
         weight_transfer: bool = True,
+        num_token_ids: int | None = None,
     ) -> None:
+        self._num_token_ids = vocab_size if num_token_ids is None else num_token_ids
         self._config, self._folder = config, folder
         self._dtype: Dtype = dtype
         self._vocab_size, self._end_token_ids, self._longest = vocab_size, list(end_token_ids), longest
@@ -79,7 +82,7 @@ class StudentEngine:
         started = time.monotonic()
         engine = self._loaded = VllmEngine(self._engine_args())
         engine.set_up_head(self._vocab_size, dtype=self._dtype, profile=self._profile)
-        engine.call_workers("set_up_sampler", self._vocab_size)
+        engine.call_workers("set_up_sampler", self._vocab_size, self._num_token_ids)
         self._weights_are_new()
         return EngineInfo(
             pid=os.getpid(),

@@ -52,6 +52,7 @@ def student_pool(
     seed: int,
     turns: Turns = NO_TURNS,
     weight_transfer: bool = True,
+    num_token_ids: int | None = None,
 ) -> RolloutPool:
     """Give the pool of the student's engines; call its `start()` within a Ray session.
 
@@ -59,13 +60,14 @@ def student_pool(
         config: Of the rollouts.
         dtype: What the student computes in.
         folder: HF folder of its first weights, readable on every node.
-        vocab_size: Ids that count: the tokenizer's size, never more than the student's embedding rows.
+        vocab_size: Ids that count, as in the learner.
         end_token_ids: Any of them ends an answer.
         longest: Tokens of the longest prompt and response.
         profile: Of the hosts with engines.
         seed: Of the run; every engine gets another one made from it.
         turns: Of those that compute on the same cores.
         weight_transfer: Whether the weights can be replaced.
+        num_token_ids: Ids that may be sampled; unset: all that count.
     """
     # Engines and learner take turns, so the engines together may use every core.
     threads = max(1, profile.num_cpus // (config.num_engines * config.tensor_parallel))
@@ -79,7 +81,8 @@ def student_pool(
     async def start_engine(index: int) -> RayEngine:
         name = f"rollout engine {index}"
         args = (
-            config, dtype, str(folder), vocab_size, end_token_ids, longest, profile, seed + index, weight_transfer
+            config, dtype, str(folder), vocab_size, end_token_ids, longest, profile, seed + index, weight_transfer,
+            num_token_ids,
         )  # fmt: skip
         actor, info = await start_actor(
             StudentEngine,

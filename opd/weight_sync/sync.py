@@ -175,8 +175,8 @@ class LearnerToEngines:
             if engines:
                 lost |= await self._send(engines, version)
             self._version = version
-        for index, error in lost.items():
-            self._pool.lose(index, error)
+            for index, error in lost.items():  # while they are held, so that none answers once more
+                self._pool.lose(index, error)
 
     async def _open(self, engines: Mapping[int, SyncedEngine]) -> dict[int, WorkerLost]:
         """Open a channel to these engines, unless it is open; give those that were lost meanwhile."""

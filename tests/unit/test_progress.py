@@ -95,10 +95,10 @@ Run gkd-offpolicy
 
 starting the teacher engine
 held out, step 0: fwd KL 1.6000, rev KL 0.8000, CE 2.6000
-     step    loss  fwd KL  tok/s  score s  idle  learn s  idle     left
-     1/30  1.2000  1.6000    300      1.2   75%      6.1    2%     3:23
-     2/30  1.2000  1.6000    300      1.2   75%      6.1    2%     1:38  skipped
-    30/30  1.2000  1.6000    300      1.2   75%      6.1    2%     0:00
+     step    loss  fwd KL tok/s score s idle learn s idle    left
+     1/30  1.2000  1.6000   300     1.2  75%     6.1   2%    3:23
+     2/30  1.2000  1.6000   300     1.2  75%     6.1   2%    1:38  skipped
+    30/30  1.2000  1.6000   300     1.2  75%     6.1   2%    0:00
 held out, step 30: fwd KL 0.4000 (-75.0%), rev KL 0.2000, CE 1.4000
 
 Done: 30 of 30 steps in 0:00
