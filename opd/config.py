@@ -124,9 +124,13 @@ class DataConfig(Config):
     prompt_column: str = Field(
         default="question", description="column with the question; dots reach into nested columns"
     )
-    response_column: str = Field(default="answer", description="column with the reference answer")
+    response_column: str | None = Field(
+        default="answer",
+        description="column with the reference answer; none: there is none, the student answers",
+    )
     messages_column: str | None = Field(
-        default=None, description="column with chat messages ending in the answer, instead of the two"
+        default=None,
+        description="column with chat messages, instead of the two; they end in the answer where there is one",
     )
     system_prompt: str | None = Field(default=None, description="system message put before rows that have none")
     system_role: Literal["template", "merge"] = Field(
@@ -265,6 +269,11 @@ class RunConfig(Config):
         if (rollout is None) != (sync is None):
             given, missing = ("weight_sync", "rollout") if rollout is None else ("rollout", "weight_sync")
             raise ValueError(f"{given} is set but {missing} is not; set both (on-policy) or neither (off-policy)")
+        if self.data.response_column is None and (rollout is None or rollout.on_policy_fraction < 1):
+            raise ValueError(
+                "data.response_column is none, so the student must write all answers, but it does not; "
+                "name the column, or choose a recipe with rollout.on_policy_fraction=1"
+            )
         if rollout is None or sync is None:
             return self
         if sync.every_steps > rollout.max_staleness + 1:

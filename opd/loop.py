@@ -24,7 +24,7 @@ from opd.batches import ScoredBatch, ScoredBatches, answer_seed, gather_or_cance
 from opd.config import RunConfig
 from opd.errors import CheckpointError, LearnerLost, StepAborted
 from opd.protocols import Learner, Rollout, SampleSource, Scorer, WeightSync
-from opd.types import LossStats, OptimStats, Sample, SyncStats, TrainBatch
+from opd.types import LossStats, OptimStats, Prompt, Sample, SyncStats, TrainBatch
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -139,7 +139,7 @@ class Stopped(Exception):
     """The stop event was set while something was waited for."""
 
 
-async def train(config: RunConfig, parts: Parts, heldout: Sequence[Sample], stop: asyncio.Event) -> Outcome:
+async def train(config: RunConfig, parts: Parts, heldout: Sequence[Prompt | Sample], stop: asyncio.Event) -> Outcome:
     """Run the loop to its end, or until `stop` is set.
 
     Args:
@@ -177,7 +177,7 @@ async def _train(
     config: RunConfig,
     parts: Parts,
     batches: ScoredBatches,
-    heldout: Sequence[Sample],
+    heldout: Sequence[Prompt | Sample],
     outcome: Outcome,
     stop: asyncio.Event,
 ) -> None:
@@ -269,9 +269,10 @@ async def _sync(config: RunConfig, parts: Parts, outcome: Outcome) -> SyncStats 
     return stats
 
 
-async def _score_heldout(config: RunConfig, parts: Parts, heldout: Sequence[Sample]) -> TrainBatch | None:
-    """Score the held-out rows' own answers, once: the teacher does not change."""
-    return pack_for(config, await parts.scorer.score(heldout)) if heldout else None
+async def _score_heldout(config: RunConfig, parts: Parts, heldout: Sequence[Prompt | Sample]) -> TrainBatch | None:
+    """Score the data set's answers to held-out prompts, once: the teacher does not change."""
+    answered = [row for row in heldout if isinstance(row, Sample)]
+    return pack_for(config, await parts.scorer.score(answered)) if answered else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,9 +281,9 @@ class _Examiner:
 
     config: RunConfig
     parts: Parts
-    heldout: Sequence[Sample]
+    heldout: Sequence[Prompt | Sample]
     batch: TrainBatch | None
-    """Their own answers, scored."""
+    """The data set's answers to them, scored; None where it has none."""
 
     async def evaluate(self, outcome: Outcome, stop: asyncio.Event) -> None:
         """Measure the student as it is now, unless that was done."""

@@ -42,7 +42,7 @@ class ProbedPool(Protocol):
 
 def probe_prompts(data: PreparedData) -> list[Prompt]:
     """Give the prompts of the probe: held-out ones where there are any, the same in the whole run."""
-    return [sample.prompt for sample in (data.heldout or data.train)[:PROBE_PROMPTS]]
+    return [row.prompt for row in (data.heldout or data.train)[:PROBE_PROMPTS]]
 
 
 async def parity_gaps(learner: ProbedLearner, pool: ProbedPool, prompts: Sequence[Prompt]) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from opd.estimates import Estimates, check_disk, check_memory, estimate, kv_warn
 from opd.model_facts import ModelFacts, model_warnings, read_model, shared_window
 from opd.model_support import check_supported
 from opd.plan_text import describe
-from opd.types import Sample
+from opd.types import Prompt, Sample
 from opd.vocabulary import check_same_tokens, shared_vocab_size, token_ids
 
 
@@ -42,7 +42,7 @@ class TokenCounts:
     cut_off: int
     """Samples whose response was truncated."""
     trained_per_step: float
-    """Mean."""
+    """Mean; an answer of the student counts with the most tokens that it may have."""
     total: int
     """Prompt and response tokens of all steps together, about."""
 
@@ -209,7 +209,7 @@ def _check_devices(config: RunConfig, host: HostProfile) -> list[str]:
     )
 
 
-def _count_steps(config: RunConfig, train: Sequence[Sample]) -> tuple[int, int]:
+def _count_steps(config: RunConfig, train: Sequence[Prompt | Sample]) -> tuple[int, int]:
     """Give the steps of the run, and the samples of all of them."""
     run = config.run
     allowed = check_enough(train, run.samples_per_step, run.max_epochs)
@@ -224,18 +224,23 @@ def _count_steps(config: RunConfig, train: Sequence[Sample]) -> tuple[int, int]:
 
 
 def _count_tokens(config: RunConfig, data: PreparedData, num_samples: int) -> TokenCounts:
-    prompts = np.array([len(s.prompt_ids) for s in data.train])
-    responses = np.array([len(s.response_ids) for s in data.train])
-    trained = np.array([int(s.loss_mask.sum()) for s in data.train])
+    rows = [*data.train, *data.heldout]
+    answered = [row for row in data.train if isinstance(row, Sample)]
+    own = config.rollout.on_policy_fraction if config.rollout is not None else 0.0
+    longest_answer = config.rollout.max_new_tokens if config.rollout is not None else 0
+    responses = np.array([len(s.response_ids) for s in answered] or [0])
+    trained = np.array([int(s.loss_mask.sum()) for s in answered] or [0])
+    mean_prompt = float(np.mean([len(row.prompt_ids) for row in data.train]))
+    mean_response = (1 - own) * float(responses.mean()) + own * longest_answer
     return TokenCounts(
-        mean_prompt=float(prompts.mean()),
+        mean_prompt=mean_prompt,
         mean_response=float(responses.mean()),
-        longest_prompt=max(len(s.prompt_ids) for s in (*data.train, *data.heldout)),
+        longest_prompt=max(len(row.prompt_ids) for row in rows),
         longest_response=int(responses.max()),
-        longest_sample=max(s.num_tokens for s in (*data.train, *data.heldout)),
-        cut_off=sum(s.finish_reason == "length" for s in data.train),
-        trained_per_step=float(trained.mean()) * config.run.samples_per_step,
-        total=round(float((prompts + responses).mean()) * num_samples),
+        longest_sample=max(row.num_tokens if isinstance(row, Sample) else len(row.prompt_ids) for row in rows),
+        cut_off=sum(s.finish_reason == "length" for s in answered),
+        trained_per_step=((1 - own) * float(trained.mean()) + own * longest_answer) * config.run.samples_per_step,
+        total=round((mean_prompt + mean_response) * num_samples),
     )
 
 

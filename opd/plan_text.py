@@ -98,9 +98,12 @@ def _data(plan: Plan) -> Sequence[Row]:
     ]
     rows += [("", f"{count:,} not used: {reason}") for reason, count in data.refused.counts.items()]
     cut = f", {tokens.cut_off:,} cut off" if tokens.cut_off else ""
+    responses = f"{tokens.mean_response:.0f} tokens on average, {tokens.longest_response:,} the longest{cut}"
+    if config.response_column is None:
+        responses = "none: the student answers"
     rows += [
         ("prompt", f"{tokens.mean_prompt:.0f} tokens on average, {tokens.longest_prompt:,} the longest"),
-        ("response", f"{tokens.mean_response:.0f} tokens on average, {tokens.longest_response:,} the longest{cut}"),
+        ("response", responses),
         ("longest", f"{tokens.longest_sample:,} tokens, prompt and response together; {_window(plan)}"),
     ]
     return rows
@@ -113,6 +116,7 @@ def _window(plan: Plan) -> str:
 def _training(plan: Plan) -> Sequence[Row]:
     run, learner, objective = plan.config.run, plan.config.learner, plan.config.objective
     steps = f"{plan.num_steps:,} steps of {run.samples_per_step} samples"
+    per_step = f"{plan.tokens.trained_per_step:,.0f}"
     tail = f"top {objective.top_k} ids, tail={objective.tail}"
     cross = f", plus {objective.ce_weight:g} x cross-entropy" if objective.ce_weight else ""
     rate = f"{learner.lr:g}, {learner.schedule}" + (
@@ -122,7 +126,7 @@ def _training(plan: Plan) -> Sequence[Row]:
     saved = f"every {run.save_every} steps and at the end" if run.save_every else "at the end"
     rows = [
         ("length", f"{steps} = {plan.epochs:.2f} epochs, about {_count(plan.tokens.total)} tokens in all"),
-        ("per step", f"about {plan.tokens.trained_per_step:,.0f} trained tokens"),
+        ("per step", f"{'about' if plan.config.rollout is None else 'at most'} {per_step} trained tokens"),
         ("objective", f"beta {objective.beta:g}, temperature {objective.temperature:g}, {tail}{cross}"),
         ("learning rate", rate),
     ]

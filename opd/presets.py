@@ -35,7 +35,8 @@ def embedded() -> Preset:
             max_response_tokens=256,  # 3 of 1,000 are longer, and refused
             grader="reasoning_gym",
         ),
-        rollout=RolloutConfig(max_new_tokens=128, heldout_answers=16, max_running=32),
+        # held-out answers are sampled as the trained ones are: this student's likeliest answer mostly repeats itself
+        rollout=RolloutConfig(max_new_tokens=96, heldout_answers=16, heldout_temperature=1.0, max_running=32),
         learner=LearnerConfig(lr=2e-4, schedule="cosine", warmup_steps=3, max_tokens_per_microbatch=1024),
         # no prefetch: a teacher that scores while the learner learns would take one of two cores
         run=LoopConfig(max_steps=30, samples_per_step=8, prefetch_steps=0, eval_every=10, save_every=15),

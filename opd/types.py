@@ -91,6 +91,11 @@ class Prompt:
         if not len(self.prompt_ids):
             raise ValueError(f"{self.sample_id}: a prompt needs at least one token")
 
+    @property
+    def prompt(self) -> Prompt:
+        """Itself: what is common to prompts and samples."""
+        return self
+
     def answered(
         self,
         response_ids: NDArray[np.int32],

@@ -1,11 +1,14 @@
-r"""Off-policy distillation steps of ms-swift, TRL and this repository, one after the other, in one table.
+r"""Distillation steps of ms-swift, TRL and this repository, one after the other, in one table.
 
     python tools/bench_peers.py --peers-dir DIR --swift-python PY --trl-python PY \
-        --student DIR --teacher DIR --data train.jsonl
+        --student DIR --teacher DIR --data train.jsonl [--on-policy]
 
 `--peers-dir` holds `swift_bench.py`, `trl_bench.py` and their `common.py`; each runs under the interpreter of its own
 environment, `tools/bench_step.py` under this one. All three get the same student, teacher and rows: global batch 16,
 512 tokens. Leave the machine alone meanwhile: on two cores one busy stranger slows a step three to five times.
+
+Off-policy TRL is its GKDTrainer. With `--on-policy` the students answer 16 prompts with at most 128 tokens, sampled at
+temperature 1 from all ids, and TRL is its DistillationTrainer, which is faster; `--only trl-gkd` measures the other.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 TOOLS = Path(__file__).absolute().parent
 ROWS, MAX_TOKENS = 16, 512
 """Fixed in the peers' scripts too: micro-batch 4, accumulation 4."""
+NEW_TOKENS = 128
 QUIET_CORES = 0.15
 """A step during which other processes used more cores than this counts as disturbed."""
 
@@ -37,6 +41,8 @@ class Measurement:
     total_tokens_per_s: float
     trained_tokens_per_s: float
     """Positions that the loss trains on; prompts are left out."""
+    generate_s: float
+    """Of a step, in which the student answers; 0 off-policy."""
     peak_memory_gib: Mapping[str, float]
     """Peak of each process; shared pages count in every process that maps them."""
     disturbed_steps: str | None = None
@@ -60,12 +66,13 @@ def run_logged(command: Sequence[str | Path], log: Path, *, cwd: Path, env: Mapp
 
 
 def run_peer(script: Path, python: Path, args: argparse.Namespace, work: Path, *options: str) -> Measurement:
-    """Run a peer's script off-policy and read the report that it appends to its output file."""
+    """Run a peer's script and read the report that it appends to its output file."""
     out = work / "report.jsonl"
     # fmt: off
     command = [
         python, script, *options, "--student", args.student, "--teacher", args.teacher, "--gsm8k", args.data,
-        "--lmbda", "0", "--steps", str(args.steps), "--dtype", args.dtype, "--out", out,
+        "--lmbda", str(int(args.on_policy)), "--new-tokens", str(NEW_TOKENS), "--steps", str(args.steps),
+        "--dtype", args.dtype, "--out", out,
     ]
     # fmt: on
     env = {
@@ -83,6 +90,7 @@ def run_peer(script: Path, python: Path, args: argparse.Namespace, work: Path, *
         step_s=report["step_s"],
         total_tokens_per_s=report["total_tok_s"],
         trained_tokens_per_s=report["resp_tok_s"],
+        generate_s=report["gen_s"],
         peak_memory_gib={"trainer": report["peak_rss_gib"]},
         disturbed_steps=f"{disturbed}/{len(timed)}",
     )
@@ -94,6 +102,12 @@ def run_swift(args: argparse.Namespace, work: Path) -> Measurement:
 
 
 def run_trl(args: argparse.Namespace, work: Path) -> Measurement:
+    """Measure TRL's trainer that is faster at the task."""
+    trainer = "distillation" if args.on_policy else "gkd"  # the former is on-policy only
+    return run_peer(args.peers_dir / "trl_bench.py", args.trl_python, args, work, "--trainer", trainer)
+
+
+def run_trl_gkd(args: argparse.Namespace, work: Path) -> Measurement:
     """Measure TRL's GKDTrainer."""
     return run_peer(args.peers_dir / "trl_bench.py", args.trl_python, args, work, "--trainer", "gkd")
 
@@ -106,6 +120,7 @@ def run_opd(args: argparse.Namespace, work: Path) -> Measurement:
         sys.executable, TOOLS / "bench_step.py", "--student", args.student, "--teacher", args.teacher,
         "--data", args.data, "--rows", str(ROWS), "--max-tokens", str(MAX_TOKENS), "--steps", str(args.steps),
         "--dtype", args.dtype, "--json", out,
+        *(["--on-policy", "--new-tokens", str(NEW_TOKENS)] if args.on_policy else []),
     ]
     # fmt: on
     run_logged(command, work / "log.txt", cwd=TOOLS.parent, env={"HF_HUB_OFFLINE": "1"})
@@ -115,6 +130,7 @@ def run_opd(args: argparse.Namespace, work: Path) -> Measurement:
         step_s=report["step_s"],
         total_tokens_per_s=report["total_tokens_per_s"],
         trained_tokens_per_s=report["trained_tokens_per_s"],
+        generate_s=report.get("rollout_s", 0.0),
         peak_memory_gib={name: gib for name, gib in report["peak_memory_gib"].items() if gib is not None},
     )
 
@@ -122,8 +138,10 @@ def run_opd(args: argparse.Namespace, work: Path) -> Measurement:
 SYSTEMS: Mapping[str, Callable[[argparse.Namespace, Path], Measurement]] = {
     "swift": run_swift,
     "trl": run_trl,
+    "trl-gkd": run_trl_gkd,
     "opd": run_opd,
 }
+MEASURED_BY_DEFAULT = ("swift", "trl", "opd")
 
 
 def ratios(results: Sequence[Measurement]) -> list[float | None]:
@@ -135,13 +153,13 @@ def ratios(results: Sequence[Measurement]) -> list[float | None]:
 def table(results: Sequence[Measurement]) -> str:
     """Lay the results out as one Markdown table, with what is worth knowing below it."""
     lines = [
-        "| system | step s | total tok/s | trained tok/s | peak memory GiB | ratio to best peer |",
-        "|---|---|---|---|---|---|",
+        "| system | step s | of it answering s | total tok/s | trained tok/s | peak memory GiB | ratio to best peer |",
+        "|---|---|---|---|---|---|---|",
     ]
     for result, ratio in zip(results, ratios(results), strict=True):
         shown = "-" if ratio is None else f"{ratio:.2f}"
         lines.append(
-            f"| {result.system} | {result.step_s:.2f} | {result.total_tokens_per_s:.0f} | "
+            f"| {result.system} | {result.step_s:.2f} | {result.generate_s:.2f} | {result.total_tokens_per_s:.0f} | "
             f"{result.trained_tokens_per_s:.0f} | {result.memory_gib:.1f} | {shown} |"
         )
     lines += ["", "Medians over the steps after warm-up; the ratio is of trained tok/s."]
@@ -176,14 +194,20 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", type=path, required=True, help="GSM8K's train.jsonl")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each system, the warm-up one included")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--only", type=systems, default=list(SYSTEMS), help="comma-separated: swift, trl, opd")
+    parser.add_argument("--on-policy", action="store_true", help=f"the student answers, with {NEW_TOKENS} tokens")
+    parser.add_argument(
+        "--only",
+        type=systems,
+        default=list(MEASURED_BY_DEFAULT),
+        help=f"comma-separated: {', '.join(SYSTEMS)}; default: {', '.join(MEASURED_BY_DEFAULT)}",
+    )
     parser.add_argument("--json", type=path, help="also write the results here")
     args = parser.parse_args()
     if args.steps < 2:
         parser.error("--steps must be at least 2: the first is warm-up")
-    for name in ("swift", "trl"):
-        if name in args.only and not (args.peers_dir and vars(args)[f"{name}_python"]):
-            parser.error(f"{name} needs --peers-dir and --{name}-python, or leave it out with --only")
+    for name, package in (("swift", "swift"), ("trl", "trl"), ("trl-gkd", "trl")):
+        if name in args.only and not (args.peers_dir and vars(args)[f"{package}_python"]):
+            parser.error(f"{name} needs --peers-dir and --{package}-python, or leave it out with --only")
     return args
 
 
@@ -194,7 +218,8 @@ def main() -> int:
     for name, measure in SYSTEMS.items():
         if name not in args.only:
             continue
-        print(f"{name}: {args.steps} steps, {args.dtype} ...", file=sys.stderr, flush=True)
+        kind = "on-policy" if args.on_policy else "off-policy"
+        print(f"{name}: {args.steps} {kind} steps, {args.dtype} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(prefix=f"bench-{name}-") as work:
             try:
                 results.append(measure(args, Path(work)))
@@ -206,7 +231,8 @@ def main() -> int:
         print(table(results))
     if args.json:
         rows = [{**asdict(r), "ratio": ratio} for r, ratio in zip(results, ratios(results), strict=True)]
-        args.json.write_text(json.dumps({"steps": args.steps, "dtype": args.dtype, "results": rows}, indent=1) + "\n")
+        settings = {"steps": args.steps, "dtype": args.dtype, "on_policy": args.on_policy}
+        args.json.write_text(json.dumps({**settings, "results": rows}, indent=1) + "\n")
     return 1 if failed else 0
 
 

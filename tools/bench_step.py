@@ -1,11 +1,16 @@
-"""Measure an off-policy optimiser step: seconds of each stage, tokens per second, peak memory of each process.
+"""Measure an optimiser step, off- or on-policy: seconds of each stage, tokens per second, peak memory of each process.
 
     python tools/bench_step.py --student DIR --teacher DIR --data gsm8k/train.jsonl --rows 16 --max-tokens 512 \
         --steps 5 --dtype bf16 --json out.json
+    python tools/bench_step.py ... --on-policy --new-tokens 128 [--max-staleness N] [--num-engines N]
 
 It is an ordinary run of `opd` (real vLLM, Megatron, Ray) without evaluation, in file order, so that
 other systems can be given the same rows. The first step is warm-up and left out of the medians. `tools/bench_peers.py`
 runs this beside TRL and ms-swift.
+
+On-policy the student answers the rows' prompts, and its engines get the new weights after every step. With
+`--max-staleness N` the answers of N coming steps are begun in the first one, and none are in the last N: those are left
+out too, and means take the place of medians, since steps that wait for answers alternate with steps that find them.
 """
 
 from __future__ import annotations
@@ -19,15 +24,37 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from opd.config import DataConfig, GkdObjective, LearnerConfig, LoopConfig, RunConfig, StudentConfig, TeacherConfig
+from opd.config import (
+    DataConfig,
+    GkdObjective,
+    LearnerConfig,
+    LoopConfig,
+    RolloutConfig,
+    RunConfig,
+    StudentConfig,
+    TeacherConfig,
+    WeightSyncConfig,
+)
 from opd.device import HostProfile
 from opd.plan import make_plan
 from opd.run import new_run_folder
 from opd.session import run
 
+RATES = ("speed/total_tokens_per_s", "speed/trained_tokens_per_s")
+"""Per second of a whole step."""
+
 
 def config(args: argparse.Namespace, output_dir: Path) -> RunConfig:
     """Give the run: the peers' settings where they have a counterpart."""
+    rollout = weight_sync = None
+    if args.on_policy:
+        rollout = RolloutConfig(
+            max_new_tokens=args.new_tokens,
+            max_staleness=args.max_staleness,
+            num_engines=args.num_engines,
+            max_running=args.rows * (1 + args.max_staleness),
+        )
+        weight_sync = WeightSyncConfig(every_steps=1, parity_every=0)
     return RunConfig(
         name="bench-step",
         output_dir=output_dir,
@@ -43,6 +70,8 @@ def config(args: argparse.Namespace, output_dir: Path) -> RunConfig:
             shuffle=False,
             max_refused_share=1.0,
         ),
+        rollout=rollout,
+        weight_sync=weight_sync,
         objective=GkdObjective(beta=args.beta, top_k=args.top_k),
         learner=LearnerConfig(
             dtype=args.dtype,
@@ -55,23 +84,40 @@ def config(args: argparse.Namespace, output_dir: Path) -> RunConfig:
     )
 
 
-def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Give the medians of all steps but the first."""
-    steps = [line for line in lines if "time/step_s" in line][1:]
+def summarise(lines: list[dict[str, Any]], *, on_policy: bool, max_staleness: int) -> dict[str, Any]:
+    """Give what a step takes, on average over the timed ones; see the module."""
+    steps = [line for line in lines if "time/step_s" in line]
+    timed = steps[1 + max_staleness : len(steps) - max_staleness]
+    seconds = [step["time/step_s"] for step in timed]
 
-    def median(name: str) -> float:
-        return round(statistics.median(step[name] for step in steps), 4)
+    def average(name: str) -> float:
+        values = [step[name] for step in timed]
+        if not max_staleness:
+            return round(statistics.median(values), 4)
+        # A rate is per second of its step, so that the mean is all tokens by all seconds.
+        return round(statistics.fmean(values, seconds if name in RATES else None), 4)
 
+    result = {
+        "steps_timed": len(timed),
+        "step_s": average("time/step_s"),
+        "score_s": average("time/score_s"),
+        "learn_s": average("time/learn_s"),
+        "total_tokens_per_s": average("speed/total_tokens_per_s"),
+        "trained_tokens_per_s": average("speed/trained_tokens_per_s"),
+        "trained_tokens": average("batch/trained_tokens"),
+    }
+    parts = ["driver", "learner", "scorer"]
+    if on_policy:
+        parts.append("rollout")
+        result |= {
+            "rollout_s": average("time/rollout_s"),
+            "sync_s": average("time/sync_s"),
+            "generated_tokens_per_s": average("speed/rollout_tokens_per_s"),
+        }
     return {
-        "steps_timed": len(steps),
-        "step_s": median("time/step_s"),
-        "score_s": median("time/score_s"),
-        "learn_s": median("time/learn_s"),
-        "total_tokens_per_s": median("speed/total_tokens_per_s"),
-        "trained_tokens_per_s": median("speed/trained_tokens_per_s"),
-        "trained_tokens": median("batch/trained_tokens"),
-        "peak_memory_gib": {part: steps[-1][f"memory/{part}_gib"] for part in ("driver", "learner", "scorer")},
-        "loss": [line["loss/total"] for line in lines if "loss/total" in line],
+        **result,
+        "peak_memory_gib": {part: steps[-1][f"memory/{part}_gib"] for part in parts},
+        "loss": [step["loss/total"] for step in steps],
     }
 
 
@@ -90,14 +136,22 @@ def main() -> None:
     parser.add_argument("--microbatch-tokens", type=int, default=1024)
     parser.add_argument("--data-parallel", type=int, default=1)
     parser.add_argument("--prefetch", type=int, default=0)
+    parser.add_argument("--on-policy", action="store_true", help="the student answers; its engines are synced")
+    parser.add_argument("--new-tokens", type=int, default=128, help="on-policy: longest answer")
+    parser.add_argument("--max-staleness", type=int, default=0, help="on-policy: as rollout.max_staleness")
+    parser.add_argument("--num-engines", type=int, default=1, help="on-policy: student engines")
     parser.add_argument("--json", type=Path, help="write the result here")
     args = parser.parse_args()
+    if not args.on_policy and (args.max_staleness or args.num_engines > 1):
+        parser.error("--max-staleness and --num-engines are for --on-policy")
+    if args.steps < (fewest := 2 + 2 * args.max_staleness):
+        parser.error(f"--steps must be at least {fewest}: warm-up, and what cannot be timed with that staleness")
     with tempfile.TemporaryDirectory() as folder:
         plan = make_plan(config(args, Path(folder)), HostProfile.detect())
         run_folder = new_run_folder(plan.config)
         asyncio.run(run(plan, run_folder))
         lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    result = summarise(lines)
+    result = summarise(lines, on_policy=args.on_policy, max_staleness=args.max_staleness)
     text = json.dumps(result, indent=2)
     print(text)
     if args.json:

@@ -33,7 +33,7 @@ from opd.data.refusals import (
     first_few,
 )
 from opd.data.rows import Row, check_column, lookup, read_rows
-from opd.types import FinishReason, Sample
+from opd.types import FinishReason, Prompt, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,9 +48,9 @@ GSM8K_CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 class PreparedData:
     """A run's data, ready to be trained on."""
 
-    train: list[Sample]
-    """In file order."""
-    heldout: list[Sample]
+    train: list[Prompt | Sample]
+    """In file order; prompts where the rows have no answer."""
+    heldout: list[Prompt | Sample]
     """For evaluation; no sample of `train` has the prompt of one of these."""
     refused: RefusalReport
     renderer: ChatRenderer
@@ -89,7 +89,7 @@ def prepare(
     builder = _SampleBuilder(config, renderer, teacher, window)
     train, refused, rows_read = builder.read(seed=seed)
     if not config.heldout_rows:
-        heldout: list[Sample] = []
+        heldout: list[Prompt | Sample] = []
     elif config.heldout_source is not None:
         candidates, refused_heldout, heldout_rows_read = builder.read(seed=seed, heldout=True)
         refused, rows_read = refused + refused_heldout, rows_read + heldout_rows_read
@@ -106,7 +106,7 @@ def prepare(
     return PreparedData(train=train, heldout=heldout, refused=report, renderer=renderer)
 
 
-def check_enough(train: Sequence[Sample], samples_per_step: int, max_epochs: int | None) -> int | None:
+def check_enough(train: Sequence[Prompt | Sample], samples_per_step: int, max_epochs: int | None) -> int | None:
     """Give how many steps the data allows, None when there is no limit.
 
     A step at the end of an epoch is filled up from the next epoch; the last step of the last epoch may be smaller.
@@ -131,11 +131,11 @@ class _SampleBuilder:
         self._teacher = teacher
         self._window = window
 
-    def read(self, *, seed: int, heldout: bool = False) -> tuple[list[Sample], list[RefusedRow], int]:
+    def read(self, *, seed: int, heldout: bool = False) -> tuple[list[Prompt | Sample], list[RefusedRow], int]:
         """Give a source's samples, its refused rows, and how many rows it has."""
         rows = read_rows(self._config, seed=seed, heldout=heldout)
         self._check_columns([row for row in rows if isinstance(row, Row)])
-        samples: list[Sample] = []
+        samples: list[Prompt | Sample] = []
         refused: list[RefusedRow] = []
         for row in rows:
             if isinstance(row, RefusedRow):
@@ -153,9 +153,14 @@ class _SampleBuilder:
             check_column(rows, self._config.messages_column, "data.messages_column")
         else:
             check_column(rows, self._config.prompt_column, "data.prompt_column")
-            check_column(rows, self._config.response_column, "data.response_column")
+            if self._config.response_column is not None:
+                check_column(rows, self._config.response_column, "data.response_column")
 
-    def _sample(self, row: Row) -> Sample:
+    def _sample(self, row: Row) -> Prompt | Sample:
+        if self._config.response_column is None:
+            prompt_ids = self._prompt_alone(row)
+            self._check_prompt(prompt_ids)
+            return Prompt(sample_id=row.location, prompt_ids=prompt_ids, teacher=self._teacher, meta=row.values)
         prompt_ids, answer = self._prompt_and_answer(row)
         if self._config.answer_processor == "gsm8k":
             answer = GSM8K_CALCULATOR_MARK.sub("", answer)
@@ -173,6 +178,25 @@ class _SampleBuilder:
             meta=row.values,
         )
 
+    def _prompt_alone(self, row: Row) -> NDArray[np.int32]:
+        if not self._config.messages_column:
+            question = lookup(row.values, self._config.prompt_column)
+            if question is None:
+                raise RowRefusedError("no prompt")
+            return self._renderer.question_ids(question)
+        messages = lookup(row.values, self._config.messages_column)
+        if not isinstance(messages, list) or not messages or not isinstance(messages[-1], dict):
+            raise RowRefusedError("malformed messages", "a list of messages is needed")
+        if messages[-1].get("role") == "assistant":
+            detail = "without data.response_column the last message must not be the assistant's"
+            raise RowRefusedError("the conversation is answered already", detail)
+        return self._renderer.prompt_ids(messages)
+
+    def _check_prompt(self, prompt_ids: NDArray[np.int32]) -> None:
+        tokens, limit = len(prompt_ids), self._config.max_prompt_tokens
+        if tokens > limit:
+            raise RowRefusedError("overlong prompt", f"{tokens} tokens, data.max_prompt_tokens is {limit}")
+
     def _prompt_and_answer(self, row: Row) -> tuple[NDArray[np.int32], str]:
         if self._config.messages_column:
             messages = lookup(row.values, self._config.messages_column)
@@ -181,6 +205,7 @@ class _SampleBuilder:
             before, answer = _cut_answer(messages)
             return self._renderer.prompt_ids(before), answer
         prompt = lookup(row.values, self._config.prompt_column)
+        assert self._config.response_column is not None
         response = lookup(row.values, self._config.response_column)
         if prompt is None:
             raise RowRefusedError("no prompt")
@@ -193,9 +218,7 @@ class _SampleBuilder:
     ) -> tuple[NDArray[np.int32], FinishReason]:
         """Give the response within the limits, and how it ended."""
         config, prompt_tokens, tokens = self._config, len(prompt_ids), len(response_ids)
-        if prompt_tokens > config.max_prompt_tokens:
-            detail = f"{prompt_tokens} tokens, data.max_prompt_tokens is {config.max_prompt_tokens}"
-            raise RowRefusedError("overlong prompt", detail)
+        self._check_prompt(prompt_ids)
         limit = config.max_response_tokens
         room = limit if self._window is None else self._window - prompt_tokens
         if tokens <= min(limit, room):
@@ -241,23 +264,25 @@ def _check_share(config: DataConfig, refused: list[RefusedRow], rows: int, *, he
     )
 
 
-def _choose_heldout(samples: list[Sample], count: int, seed: int) -> list[Sample]:
+def _choose_heldout(samples: list[Prompt | Sample], count: int, seed: int) -> list[Prompt | Sample]:
     """Give `count` samples of distinct prompts, fewer when there are not as many.
 
     The choice goes by a seeded hash of the prompt: it does not depend on the order of the rows, and new rows push out
     only as many as they replace.
     """
-    by_prompt: dict[bytes, Sample] = {}
+    by_prompt: dict[bytes, Prompt | Sample] = {}
     for sample in samples:
         by_prompt.setdefault(sample.prompt_ids.tobytes(), sample)
     rank = {p: hashlib.blake2b(p, digest_size=16, key=str(seed).encode()).digest() for p in by_prompt}
     return [by_prompt[prompt] for prompt in sorted(by_prompt, key=rank.__getitem__)[:count]]
 
 
-def _without_heldout(train: list[Sample], heldout: list[Sample]) -> tuple[list[Sample], list[RefusedRow]]:
+def _without_heldout(
+    train: list[Prompt | Sample], heldout: list[Prompt | Sample]
+) -> tuple[list[Prompt | Sample], list[RefusedRow]]:
     """Give the samples whose prompt is not held out, and as refused those that only share a prompt."""
     held = {sample.prompt_ids.tobytes(): sample for sample in heldout}
-    kept: list[Sample] = []
+    kept: list[Prompt | Sample] = []
     twins: list[RefusedRow] = []
     for sample in train:
         twin = held.get(sample.prompt_ids.tobytes())
@@ -276,7 +301,7 @@ class DatasetSource:
     """
 
     def __init__(
-        self, samples: Sequence[Sample], *, seed: int, shuffle: bool = True, max_epochs: int | None = None
+        self, samples: Sequence[Prompt | Sample], *, seed: int, shuffle: bool = True, max_epochs: int | None = None
     ) -> None:
         """Start at the first sample of the first epoch; `shuffle=False` keeps the given order."""
         if not samples:
@@ -298,9 +323,9 @@ class DatasetSource:
         seeds = np.random.SeedSequence([self._seed, self._epoch])
         return np.random.Generator(np.random.PCG64(seeds)).permutation(len(self._samples))
 
-    async def next_samples(self, count: int) -> list[Sample]:
+    async def next_samples(self, count: int) -> list[Prompt | Sample]:
         """Give the next `count` samples, fewer only at the end of the last epoch; ids end in `#1` in the first."""
-        taken: list[Sample] = []
+        taken: list[Prompt | Sample] = []
         while len(taken) < count:
             if self._index == len(self._samples):
                 if self._epoch + 1 == self._max_epochs:
@@ -332,11 +357,12 @@ class DatasetSource:
         self._order = self._epoch_order()
 
 
-def _fingerprint(samples: Sequence[Sample]) -> str:
+def _fingerprint(samples: Sequence[Prompt | Sample]) -> str:
     """Give a hash of the samples and their order."""
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
         name = sample.sample_id.encode()
-        digest.update(f"{len(name)} {len(sample.prompt_ids)} {len(sample.response_ids)} ".encode())
-        digest.update(name + sample.prompt_ids.tobytes() + sample.response_ids.tobytes())
+        response = sample.response_ids.tobytes() if isinstance(sample, Sample) else b""
+        digest.update(f"{len(name)} {len(sample.prompt_ids)} {len(response)} ".encode())
+        digest.update(name + sample.prompt_ids.tobytes() + response)
     return digest.hexdigest()

@@ -24,7 +24,7 @@ import numpy as np
 from opd.config import DataConfig
 from opd.data.messages import content_text
 from opd.data.rows import lookup
-from opd.types import Sample
+from opd.types import Prompt, Sample
 
 TIMEOUT_S = 5
 """Longest time for each part of judging an answer; whole seconds, as alarms are."""
@@ -50,7 +50,7 @@ class Grader(ABC):
         self._config = config
 
     @abstractmethod
-    def grade(self, answer: str, sample: Sample) -> float:
+    def grade(self, answer: str, sample: Prompt | Sample) -> float:
         """Give how right an answer is, from 0 to 1; 0 too where the reference itself cannot be read.
 
         Args:
@@ -62,10 +62,10 @@ class Grader(ABC):
         """
 
     @abstractmethod
-    def can_grade(self, sample: Sample) -> bool:
+    def can_grade(self, sample: Prompt | Sample) -> bool:
         """Whether the sample's row holds a reference that this grader can read."""
 
-    def check(self, samples: Sequence[Sample]) -> None:
+    def check(self, samples: Sequence[Prompt | Sample]) -> None:
         """Stop when the grader does not fit the held-out samples, as far as their rows tell.
 
         Raises:
@@ -80,8 +80,9 @@ class Grader(ABC):
                 'Use a grader that fits the rows, or "none", or mend them'
             )
 
-    def _reference(self, sample: Sample) -> str:
+    def _reference(self, sample: Prompt | Sample) -> str:
         """Give the row's own answer, as it is in the row."""
+        assert self._config.response_column is not None, "make_grader sees to it"
         if self._config.messages_column is None:
             return content_text(lookup(sample.meta, self._config.response_column))
         messages: Any = lookup(sample.meta, self._config.messages_column)
@@ -96,11 +97,16 @@ def make_grader(config: DataConfig, *, seed: int) -> Grader | None:
         seed: of the run; reasoning_gym wants one to make a task.
 
     Raises:
-        ValueError: the held-out rows are of no reasoning_gym task, and the grader is.
+        ValueError: the held-out rows are of no reasoning_gym task, and the grader is; or they have no reference.
     """
     match config.grader:
         case "none":
             return None
+        case "gsm8k" | "math_verify" if config.response_column is None:
+            raise ValueError(
+                f"data.grader is {config.grader!r}, which compares with a reference, but data.response_column is none; "
+                'name the column that has it, or use grader "none"'
+            )
         case "gsm8k":
             return Gsm8kGrader(config)
         case "math_verify":
@@ -116,18 +122,18 @@ class Gsm8kGrader(Grader):
     `1,234`, `$1234`, `1234.00` and `1234.` are one number, and `5%` is 5.
     """
 
-    def grade(self, answer: str, sample: Sample) -> float:
+    def grade(self, answer: str, sample: Prompt | Sample) -> float:
         """Give 1 when the final numbers are equal, else 0."""
         expected = self._expected(sample)
         marked = _after_mark(answer)
         found = _numbers(answer)[-1:] if marked is None else _numbers(marked)[:1]
         return float(expected is not None and found == [expected])
 
-    def can_grade(self, sample: Sample) -> bool:
+    def can_grade(self, sample: Prompt | Sample) -> bool:
         """Whether a number follows the last `####` of the reference."""
         return self._expected(sample) is not None
 
-    def _expected(self, sample: Sample) -> Decimal | None:
+    def _expected(self, sample: Prompt | Sample) -> Decimal | None:
         found = _numbers(_after_mark(self._reference(sample)) or "")
         return found[0] if found else None
 
@@ -140,7 +146,7 @@ class MathVerifyGrader(Grader):
     after the last `####`, or what `math_verify` finds in it.
     """
 
-    def grade(self, answer: str, sample: Sample) -> float:
+    def grade(self, answer: str, sample: Prompt | Sample) -> float:
         """Give 1 when answer and reference are equal, else 0."""
         from math_verify import parse, verify  # here: with sympy it takes a second
 
@@ -148,11 +154,11 @@ class MathVerifyGrader(Grader):
         found = parse(answer if marked is None else marked, parsing_timeout=TIMEOUT_S)
         return float(verify(self._expected(sample), found, timeout_seconds=TIMEOUT_S))
 
-    def can_grade(self, sample: Sample) -> bool:
+    def can_grade(self, sample: Prompt | Sample) -> bool:
         """Whether there is an expression in the reference; `math_verify` gives what it cannot read back as text."""
         return any(not isinstance(expression, str) for expression in self._expected(sample))
 
-    def _expected(self, sample: Sample) -> list[Any]:
+    def _expected(self, sample: Prompt | Sample) -> list[Any]:
         from math_verify import LatexExtractionConfig, parse
 
         text = self._reference(sample).strip()
@@ -190,7 +196,7 @@ class TaskGrader(Grader):
 
         self._score = create_dataset(task, seed=seed, size=1, **config.task_options).score_answer
 
-    def grade(self, answer: str, sample: Sample) -> float:
+    def grade(self, answer: str, sample: Prompt | Sample) -> float:
         """Give what the task's scorer gives; 0 too for what it cannot read, or not within `TIMEOUT_S`."""
         from math_verify.errors import TimeoutException
         from math_verify.utils import timeout
@@ -209,7 +215,7 @@ class TaskGrader(Grader):
         except TimeoutException:
             return 0.0
 
-    def can_grade(self, sample: Sample) -> bool:
+    def can_grade(self, sample: Prompt | Sample) -> bool:
         """Whether the scorer finds the row's own answer right; a row without one, as some tasks make, is trusted."""
         answer = sample.meta["answer"]
         return answer is None or self.grade(str(answer), sample) == 1

@@ -41,7 +41,7 @@ class OnPolicySource:
             if not self._draw():
                 taken.append(row)
                 continue
-            prompt = row.prompt if isinstance(row, Sample) else row
+            prompt = row.prompt
             if self._samples_per_prompt == 1:
                 taken.append(prompt)
                 continue

@@ -51,6 +51,7 @@ def _answer_in_child(
     batches: Sequence[Sequence[RolloutRequest]],
     *,
     vocab_size: int = VOCAB,
+    num_token_ids: int | None = None,
     cancel: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Answer]]:
@@ -58,7 +59,18 @@ def _answer_in_child(
     from vllm.distributed import cleanup_dist_env_and_memory
 
     config = RolloutConfig.model_validate({"kv_cache_gib": 0.05, **(settings or {})})
-    engine = StudentEngine(config, "fp32", str(folder), vocab_size, ENDS, LONGEST, CPU, 0, weight_transfer=False)
+    engine = StudentEngine(
+        config,
+        "fp32",
+        str(folder),
+        vocab_size,
+        ENDS,
+        LONGEST,
+        CPU,
+        0,
+        weight_transfer=False,
+        num_token_ids=num_token_ids,
+    )
     try:
         info = engine.ready()
         assert (info.pid, info.window, info.vocab_size) == (os.getpid(), LONGEST, vocab_size)
@@ -280,16 +292,19 @@ def test_the_models_own_generation_config_changes_nothing(
         assert answer.response_ids.tolist() == given[key].response_ids.tolist()
 
 
-def test_padding_ids_are_never_sampled(child: ProcessPoolExecutor, models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("counted", [True, False])
+def test_padding_ids_are_never_sampled(child: ProcessPoolExecutor, models: dict[str, Path], counted: bool) -> None:
     # Half of the ids are padding. Greedy and top-k requests together: the sampler writes "no top-k" as a width.
+    vocab_size = VOCAB if counted else VOCAB // 2  # padding that the learner counts has probability all the same
     half = VOCAB // 2
     ways = [{}, {"top_k": 5}, {"temperature": 0.0}, {"temperature": 2.0}, {"top_p": 0.9}]
     batch = [request for i, way in enumerate(ways) for request in renamed(requests(4, vocab=half), f"{i} ", **way)]
-    (answers,) = child.submit(_answer_in_child, models["llama"], [batch], vocab_size=half).result()
+    sizes = {"vocab_size": vocab_size, "num_token_ids": half}
+    (answers,) = child.submit(_answer_in_child, models["llama"], [batch], **sizes).result()
     assert_sound(batch, answers)
     for answer in answers.values():
         assert answer.response_ids.max() < half
-        assert_logprobs(models["llama"], answer, vocab_size=half)
+        assert_logprobs(models["llama"], answer, vocab_size=vocab_size)
 
 
 def test_a_dropped_request_is_not_answered(child: ProcessPoolExecutor, models: dict[str, Path]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from opd.config import DataConfig
 from opd.data.dataset import DatasetSource, PreparedData, check_enough, prepare
 from opd.data.refusals import HELDOUT_TWIN, TooManyRefusedError
-from opd.types import Sample
+from opd.types import Prompt, Sample
 from tests.fakes import BOS, CHATML_WITH_BOS, CHATML_WITHOUT_SYSTEM, IM_END, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -37,8 +38,15 @@ def prepared(source: str, window: int | None = None, seed: int = 0, **options: o
     return prepare(config, TOKENIZER, teacher="big", seed=seed, window=window)
 
 
-def ids(samples: list[Sample]) -> list[str]:
-    return [sample.sample_id for sample in samples]
+def ids(rows: Sequence[Prompt | Sample]) -> list[str]:
+    return [row.sample_id for row in rows]
+
+
+def answered(data: PreparedData) -> list[Sample]:
+    """The rows to train on, all of which have an answer."""
+    samples = [row for row in data.train if isinstance(row, Sample)]
+    assert len(samples) == len(data.train)
+    return samples
 
 
 def text(array: np.ndarray) -> str:
@@ -48,7 +56,7 @@ def text(array: np.ndarray) -> str:
 def test_a_row_becomes_a_sample_that_ends_in_the_end_token(tmp_path: Path) -> None:
     """B13: ids once, from here on; B25: the row is carried whole, its other columns not lost and not tokenised."""
     values = row(1, tag={"level": [1, None]}, id="x")
-    sample = prepared(write(tmp_path, [values])).train[0]
+    sample = answered(prepared(write(tmp_path, [values])))[0]
     assert sample.sample_id == "train.jsonl:1"
     assert text(sample.prompt_ids) == "<|im_start|>user\nwhat is 1?<|im_end|>\n<|im_start|>assistant\n"
     assert text(sample.response_ids) == "it is 1<|im_end|>"
@@ -60,7 +68,7 @@ def test_a_row_becomes_a_sample_that_ends_in_the_end_token(tmp_path: Path) -> No
 
 def test_nested_columns_and_calculator_marks(tmp_path: Path) -> None:
     source = write(tmp_path, [row(1, metadata={"cot": "48/2 = <<48/2=24>>24\n#### <<x>>24"})])
-    sample = prepared(source, response_column="metadata.cot", answer_processor="gsm8k").train[0]
+    sample = answered(prepared(source, response_column="metadata.cot", answer_processor="gsm8k"))[0]
     assert text(sample.response_ids) == "48/2 = 24\n#### 24<|im_end|>"
     assert sample.meta["answer"] == "it is 1"
     assert sample.meta["metadata"]["cot"].startswith("48/2 = <<")
@@ -74,7 +82,7 @@ def test_messages_end_in_the_answer(tmp_path: Path) -> None:
         {"source": source, "heldout_rows": 0, "messages_column": "messages", "system_prompt": "Be brief."}
     )
     tokenizer = byte_tokenizer(CHATML_WITH_BOS, adds_bos=True)
-    sample = prepare(config, tokenizer, teacher="big", seed=0).train[0]
+    sample = answered(prepare(config, tokenizer, teacher="big", seed=0))[0]
     start = "<s><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert text(sample.prompt_ids) == start
     assert [*sample.prompt_ids, *sample.response_ids].count(BOS) == 1
@@ -100,8 +108,8 @@ def test_rows_from_json_lines_and_parquet_give_the_same_samples(tmp_path: Path) 
     ]
     source = write(tmp_path, rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    one = prepared(source, messages_column="messages").train
-    two = prepared(str(tmp_path / "train.parquet"), messages_column="messages").train
+    one = answered(prepared(source, messages_column="messages"))
+    two = answered(prepared(str(tmp_path / "train.parquet"), messages_column="messages"))
     for a, b in zip(one, two, strict=True):
         assert a.prompt_ids.tolist() == b.prompt_ids.tolist()
         assert a.response_ids.tolist() == b.response_ids.tolist()
@@ -192,6 +200,35 @@ def test_ten_rows_of_which_three_are_bad(tmp_path: Path) -> None:
     assert len(error.value.report.rows) == 3
 
 
+def test_rows_without_answers_are_prompts_for_the_student(tmp_path: Path) -> None:
+    rows = [{"question": f"what is {n}?", "level": n} for n in range(4)]
+    rows[1]["question"] = "what is " + "a fruit? " * 60
+    data = prepared(
+        write(tmp_path, rows), response_column=None, max_prompt_tokens=30, max_refused_share=0.5, heldout_rows=1
+    )
+    assert all(isinstance(prompt, Prompt) for prompt in (*data.train, *data.heldout))
+    assert sorted(ids([*data.train, *data.heldout])) == [f"train.jsonl:{n}" for n in (1, 3, 4)]
+    assert text(data.train[0].prompt_ids).startswith("<|im_start|>user\nwhat is ")
+    assert data.train[0].meta["level"] in (0, 2, 3)
+    assert [refused.reason for refused in data.refused.rows] == ["overlong prompt"]
+
+
+def test_conversations_without_an_answer_end_in_the_question(tmp_path: Path) -> None:
+    asked = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "ho"},
+        {"role": "user", "content": "?"},
+    ]
+    rows = [{"messages": asked}, {"messages": asked[:2]}, {"messages": "hi"}]
+    data = prepared(write(tmp_path, rows), messages_column="messages", response_column=None, max_refused_share=0.9)
+    (prompt,) = data.train
+    assert text(prompt.prompt_ids).endswith("<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n")
+    assert [refused.reason for refused in data.refused.rows] == [
+        "the conversation is answered already",
+        "malformed messages",
+    ]
+
+
 def test_a_template_without_system_role_stops_before_models_load(tmp_path: Path) -> None:
     """B21: the error names the row, the template's words and the remedy."""
     source = write(tmp_path, [row(1), row(2)])
@@ -205,7 +242,7 @@ def test_a_template_without_system_role_stops_before_models_load(tmp_path: Path)
 
 def test_an_answer_of_only_the_end_token_trains(tmp_path: Path) -> None:
     """B28: one response token, one trained token."""
-    sample = prepared(write(tmp_path, [row(1, answer="<|im_end|>")])).train[0]
+    sample = answered(prepared(write(tmp_path, [row(1, answer="<|im_end|>")])))[0]
     assert sample.response_ids.tolist() == [IM_END]
     assert sample.loss_mask.tolist() == [True]
 
@@ -216,7 +253,7 @@ def test_an_answer_of_only_the_end_token_trains(tmp_path: Path) -> None:
 def test_a_cut_answer_gets_no_end_token(tmp_path: Path) -> None:
     """B16: the first tokens as they are, finish reason `length`, and no end token in the last place."""
     source = write(tmp_path, [row(1, answer="abcdefgh"), row(2, answer="abc"), row(3, answer="abcd")])
-    whole, fitting, just_cut = prepared(source, max_response_tokens=4, overlong_response="truncate").train
+    whole, fitting, just_cut = answered(prepared(source, max_response_tokens=4, overlong_response="truncate"))
     assert (text(whole.response_ids), whole.finish_reason) == ("abcd", "length")
     assert (text(fitting.response_ids), fitting.finish_reason) == ("abc<|im_end|>", "stop")
     assert (text(just_cut.response_ids), just_cut.finish_reason) == ("abcd", "length")
@@ -230,7 +267,7 @@ def test_prompt_and_answer_must_fit_the_models_context_together(tmp_path: Path) 
     assert [(r.location, r.reason) for r in data.refused.rows] == [
         ("train.jsonl:2", "does not fit the models' context")
     ]
-    cut = prepared(source, window=prompt_tokens + 20, overlong_response="truncate").train[1]
+    cut = answered(prepared(source, window=prompt_tokens + 20, overlong_response="truncate"))[1]
     assert (len(cut.response_ids), cut.finish_reason) == (20, "length")
     with pytest.raises(TooManyRefusedError, match="the window is"):
         prepared(source, window=prompt_tokens, overlong_response="truncate")
@@ -247,7 +284,7 @@ def test_fewer_rows_than_one_step_stop_the_run(tmp_path: Path, rows: int, long: 
 
 def test_the_planned_steps_count_the_last_smaller_one(tmp_path: Path) -> None:
     """B27: the handling of the last partial batch is fixed."""
-    train = prepared(write(tmp_path, [row(n) for n in range(10)])).train
+    train = answered(prepared(write(tmp_path, [row(n) for n in range(10)])))
     assert check_enough(train, 4, 1) == 3
     assert check_enough(train, 4, 2) == 5
     assert check_enough(train, 10, 1) == 1
@@ -304,7 +341,7 @@ def test_holding_everything_out_stops_the_run(tmp_path: Path, heldout_source: st
 
 
 def dataset_source(tmp_path: Path, rows: int = 10, **options: Any) -> DatasetSource:
-    train = prepared(write(tmp_path, [row(n) for n in range(rows)])).train
+    train = answered(prepared(write(tmp_path, [row(n) for n in range(rows)])))
     return DatasetSource(train, **{"seed": 0, "max_epochs": 3, **options})
 
 

@@ -18,6 +18,7 @@ from opd.config import LearnerConfig, RunConfig
 from opd.device import GIB, HostProfile
 from opd.estimates import checkpoint_bytes, count_parameters, kv_cache_bytes, learner_memory, machine_memory
 from opd.plan import Plan, make_plan
+from opd.types import Sample
 from tests.fakes import CHATML, CHATML_WITH_BOS, IM_END, byte_tokenizer
 from tests.tiny_models import make_tiny
 
@@ -85,13 +86,15 @@ def test_a_plan_holds_what_a_run_needs(models: Path, tmp_path: Path) -> None:
 
 def test_the_token_counts_are_those_of_the_samples(models: Path, tmp_path: Path) -> None:
     plan = plan_of(models, tmp_path)
-    samples = plan.data.train
+    samples = [row for row in plan.data.train if isinstance(row, Sample)]
     responses = [len(s.response_ids) for s in samples]
     assert plan.tokens.mean_response == pytest.approx(sum(responses) / 32)
     assert plan.tokens.longest_response == max(responses)
     assert plan.tokens.trained_per_step == pytest.approx(sum(responses) / 4)
     assert plan.tokens.total == pytest.approx(2.5 * sum(s.num_tokens for s in samples), abs=1)
-    assert plan.tokens.longest_sample == max(s.num_tokens for s in (*samples, *plan.data.heldout))
+    assert plan.tokens.longest_sample == max(
+        row.num_tokens for row in (*samples, *plan.data.heldout) if isinstance(row, Sample)
+    )
     assert plan.tokens.cut_off == 0
 
 
@@ -336,3 +339,53 @@ def test_activations_grow_with_the_microbatch_only_in_their_part() -> None:
     )
     assert dataclasses.replace(large, activations=small.activations) == small
     assert large.activations > small.activations
+
+
+def with_rollouts(config: RunConfig, **rollout: object) -> RunConfig:
+    tree = {**config.model_dump(), "rollout": rollout, "weight_sync": {}}
+    return RunConfig.model_validate(tree)
+
+
+def test_a_plan_with_rollouts(models: Path, tmp_path: Path) -> None:
+    config = make_config(models, tmp_path)
+    plan = make_plan(with_rollouts(config, max_new_tokens=30), CPU)
+    assert plan.longest_sequence == plan.tokens.longest_prompt + 30
+    assert plan.tokens.trained_per_step == 8 * 30, "at most"
+    assert plan.estimates.rollout is not None
+    assert plan.estimates.total_memory > make_plan(config, CPU).estimates.total_memory
+    text = " ".join(plan.describe().split())
+    assert "on-policy, from the student's own answers" in text
+    assert "1 rollout engine, 1 learner rank and 1 teacher engine" in text
+    assert "at most 240 trained tokens" in text
+    assert "up to 30 tokens, temperature 1" in text
+    mixed = make_plan(with_rollouts(config, max_new_tokens=30, on_policy_fraction=0.25), CPU)
+    assert "mixed, 25% of the answers from the student" in mixed.describe()
+
+
+def test_answers_that_do_not_fit_the_models_stop_the_plan(models: Path, tmp_path: Path) -> None:
+    config = make_config(models, tmp_path)
+    with pytest.raises(ValueError, match=r"rollout\.max_new_tokens is 500 and the longest prompt has \d+ tokens, but"):
+        make_plan(with_rollouts(config, max_new_tokens=500), CPU)
+
+
+def test_rollout_engines_need_gpus_too(models: Path, tmp_path: Path) -> None:
+    config = with_rollouts(make_config(models, tmp_path), num_engines=2, tensor_parallel=2)
+    with pytest.raises(ValueError, match=r"asks for 6 GPUs .* 4 \(rollout\.num_engines x rollout\.tensor_parallel\)"):
+        make_plan(config, HostProfile.cuda(num_cpus=8, num_gpus=4))
+
+
+def test_a_grader_that_does_not_fit_the_rows_stops_the_plan(models: Path, tmp_path: Path) -> None:
+    config = make_config(models, tmp_path, data={"grader": "gsm8k"})
+    with pytest.raises(ValueError, match=r"data\.grader is 'gsm8k', but it cannot read the reference"):
+        make_plan(with_rollouts(config), CPU)
+
+
+def test_prompts_without_answers(models: Path, tmp_path: Path) -> None:
+    config = make_config(models, tmp_path)
+    tree = with_rollouts(config, max_new_tokens=30).model_dump()
+    tree["data"]["response_column"] = None
+    plan = make_plan(RunConfig.model_validate(tree), CPU)
+    assert plan.tokens.trained_per_step == 8 * 30
+    assert "none: the student answers" in plan.describe()
+    with pytest.raises(ValueError, match=r"data\.response_column is none, so the student must write all answers"):
+        RunConfig.model_validate({**tree, "rollout": None, "weight_sync": None})
