@@ -54,7 +54,7 @@ def config(args: argparse.Namespace, output_dir: Path) -> RunConfig:
             num_engines=args.num_engines,
             max_running=args.rows * (1 + args.max_staleness),
         )
-        weight_sync = WeightSyncConfig(every_steps=1, parity_every=0)
+        weight_sync = WeightSyncConfig(every_steps=1, parity_every=0)  # probes in the first and the last sync only
     return RunConfig(
         name="bench-step",
         output_dir=output_dir,

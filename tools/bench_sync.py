@@ -10,8 +10,8 @@
 
 The models have the shapes of SmolLM2-135M and Qwen2.5-0.5B and -1.5B in bf16, and random weights: nothing is read from
 disk but a config. All times are medians. Memory is what a process has at most, from before the channel is opened to
-after the last sync, above what it had then; the two buckets that each side holds are part of it. Needs about five
-times the size of a model, in all.
+after the last sync, above what it had then; the two buckets that each side holds are part of it, and so is what
+malloc keeps for later. Needs about five times the size of a model, in all.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from opd.config import RolloutConfig
 from opd.device import HostProfile
 from opd.rollout.engine import StudentEngine
@@ -50,6 +52,8 @@ ROUNDS = 5
 START_TIMEOUT_S = 300.0
 CALL_TIMEOUT_S = 120.0
 GB, MIB = 10**9, 2**20
+QUIET_CORES = 0.15
+"""Where other processes used more cores than this, the times say little."""
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "135M": {
         "architectures": ["LlamaForCausalLM"],
@@ -107,8 +111,14 @@ class Measurement:
     """What a rollout engine on a CPU does after a sync, and is in neither of the two: an fp32 copy of the new head."""
     learner_peak_buckets: float
     engine_peak_buckets: float
+    load_peak_buckets: float
+    """The same of the plain load, above the engine with those tensors: what vLLM itself needs, without a channel."""
+    stages: Mapping[str, Mapping[str, float]]
+    """`sync` and `load` → stage → seconds in the engine's process."""
     seconds: Mapping[str, list[float]]
     """Of every round."""
+    foreign_cores: float
+    """That other processes used meanwhile."""
 
     @property
     def transport_ratio(self) -> float:
@@ -198,6 +208,21 @@ class Learner(Memory):
         return seconds[1:]
 
 
+def timed(**stages: Callable[[], object]) -> dict[str, float]:
+    """Carry out stages one after another; give the seconds of each."""
+    seconds = {}
+    for name, stage in stages.items():
+        started = time.perf_counter()
+        stage()
+        seconds[name] = time.perf_counter() - started
+    return seconds
+
+
+def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Give the median of each stage."""
+    return {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
+
+
 class _DummyStudent(StudentEngine):
     """Loads random weights, so that no file must be written for it."""
 
@@ -219,13 +244,15 @@ class Engine(Memory):
         """Open the channel."""
         self._student.open_channel(init)
 
-    def sync(self) -> None:
-        """Take in weights, up to an engine that may answer again."""
+    def sync(self) -> dict[str, float]:
+        """Take in weights, up to an engine that may answer again; give the seconds of each stage."""
         vllm = self._student._vllm
-        vllm.call_workers("start_weight_update")
-        vllm.call_workers("update_weights", {"version": 1})
-        vllm.call_workers("finish_weight_update")
-        vllm.forget_prefixes()
+        return timed(
+            start=lambda: vllm.call_workers("start_weight_update"),
+            receive_and_load=lambda: vllm.call_workers("update_weights", {"version": 1}),
+            finish=lambda: vllm.call_workers("finish_weight_update"),
+            flush=vllm.forget_prefixes,
+        )
 
     def fp32_head(self) -> float:
         """Give the seconds in which the head is copied to fp32."""
@@ -248,23 +275,25 @@ class Engine(Memory):
             receiver.release()
         return total
 
-    def load(self, specs: Sequence[TensorSpec]) -> list[float]:
-        """Give the seconds in which the engine loads tensors that are in its memory, start and finish included."""
+    def load(self, specs: Sequence[TensorSpec]) -> tuple[list[dict[str, float]], int]:
+        """Load tensors that are in the engine's memory; give the seconds of each stage, and the peak in bytes."""
         import torch
         from vllm.config import set_current_vllm_config
 
         tensors = {s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)).fill_(0.1) for s in specs}
         worker = self._worker()
         transfer = worker.weight_transfer_engine
-        seconds = []
-        for _ in range(ROUNDS + 1):
-            started = time.perf_counter()
-            worker.start_weight_update()
+
+        def load() -> None:
             with set_current_vllm_config(worker.vllm_config):
                 transfer._loaded |= transfer.model.load_weights(tensors.items())
-            worker.finish_weight_update()
-            seconds.append(time.perf_counter() - started)
-        return seconds[1:]
+
+        self.mark()
+        rounds = [
+            timed(start=worker.start_weight_update, load=load, finish=worker.finish_weight_update)
+            for _ in range(ROUNDS + 1)
+        ]
+        return rounds[1:], self.peak_bytes()
 
     def _worker(self) -> Any:
         (worker,) = self._student._vllm._engine.collective_rpc(lambda worker: worker)
@@ -328,10 +357,27 @@ class Remote:
         self.begin(method, *args)
         return self.answer()
 
+    def cpu_s(self) -> float:
+        """Give the CPU seconds that it has used."""
+        return used_cpu_s(psutil.Process(self._process.pid))
+
     def close(self) -> None:
         """End the process."""
         self._process.kill()
         self._process.join()
+
+
+def used_cpu_s(process: psutil.Process) -> float:
+    """Give the CPU seconds of a process."""
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def foreign_cpu_s(*remotes: Remote) -> float:
+    """Give the CPU seconds that others than these and this process have used on the host."""
+    host = psutil.cpu_times()
+    busy_s = sum(host) - host.idle - host.iowait - host.steal - host.guest - host.guest_nice  # guests are in user
+    return busy_s - used_cpu_s(psutil.Process()) - sum(remote.cpu_s() for remote in remotes)
 
 
 @contextmanager
@@ -351,7 +397,7 @@ def measure(parameters: str, kind: TransportKind, bucket_bytes: int) -> Measurem
     profile = HostProfile.cpu(num_cpus=len(os.sched_getaffinity(0)))
     # As the actors of a run have it: both sides may use every core.
     common = {"OMP_NUM_THREADS": str(profile.num_cpus), "HF_HUB_OFFLINE": "1"}
-    engine_env = {**common, **profile.engine_env, "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+    engine_env = {**common, **profile.engine_env, "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     sizes = MODELS[parameters]
     with tempfile.TemporaryDirectory(prefix="bench-sync-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**SHARED_CONFIG, **sizes}))
@@ -387,13 +433,15 @@ def _measure(parameters: str, kind: TransportKind, bucket_bytes: int, learner: R
         learner.begin(learner_method, *learner_args)
         return learner.answer(), engine.answer()
 
+    began, foreign_s = time.perf_counter(), foreign_cpu_s(learner, engine)
     both("mark", "mark")
     both("open", "open", (channel, plan), (init_info(channel, plan, first_receiver=0),))
-    syncs = []
+    syncs, sync_stages = [], []
     for _ in range(ROUNDS + 1):
         started = time.perf_counter()
-        both("send", "sync")
+        _, stages = both("send", "sync")
         syncs.append(time.perf_counter() - started)
+        sync_stages.append(stages)
     peaks = both("peak_bytes", "peak_bytes")
     heads = [engine.call("fp32_head") for _ in range(ROUNDS)]
 
@@ -405,11 +453,12 @@ def _measure(parameters: str, kind: TransportKind, bucket_bytes: int, learner: R
         seconds, _ = both("send", "drain", (), (False,))
         drains.append(seconds)
 
+    loads, load_peak = engine.call("load", specs)
     seconds = {
         "sync": syncs[1:],
         "transport": drains[1:],
         "copy": learner.call("copy"),
-        "load": engine.call("load", specs),
+        "load": [sum(stages.values()) for stages in loads],
         "fp32_head": heads,
     }
     median = {name: statistics.median(values) for name, values in seconds.items()}
@@ -425,7 +474,10 @@ def _measure(parameters: str, kind: TransportKind, bucket_bytes: int, learner: R
         fp32_head_s=median["fp32_head"],
         learner_peak_buckets=peaks[0] / plan.bucket_bytes,
         engine_peak_buckets=peaks[1] / plan.bucket_bytes,
+        load_peak_buckets=load_peak / plan.bucket_bytes,
+        stages={"sync": medians(sync_stages[1:]), "load": medians(loads)},
         seconds=seconds,
+        foreign_cores=max(0.0, foreign_cpu_s(learner, engine) - foreign_s) / (time.perf_counter() - began),
     )
 
 
@@ -433,16 +485,22 @@ def table(results: Sequence[Measurement]) -> str:
     """Lay the results out as one Markdown table."""
     lines = [
         "| parameters | GB | transport | GB/s | plain copy GB/s | ratio | sync s | load s | ratio | "
-        "learner peak, buckets | engine peak, buckets |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "learner peak, buckets | engine peak, buckets | plain load peak, buckets |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {r.parameters} | {r.tensor_gb:.2f} | {r.transport} | {r.transport_gb_per_s:.2f} | {r.copy_gb_per_s:.2f} | "
         f"{r.transport_ratio:.2f} | {r.sync_s:.3f} | {r.load_s:.3f} | {r.sync_ratio:.2f} | "
-        f"{r.learner_peak_buckets:.2f} | {r.engine_peak_buckets:.2f} |"
+        f"{r.learner_peak_buckets:.2f} | {r.engine_peak_buckets:.2f} | "
+        f"{r.load_peak_buckets:.2f} |"
         for r in results
     ]
     lines += ["", f"Medians of {ROUNDS}. Peaks: above what the process had before the channel was opened."]
+    for r in results:
+        if r.foreign_cores > QUIET_CORES:
+            lines.append(f"{r.parameters}: others used {r.foreign_cores:.1f} cores; measure again on an idle machine.")
+        for what, stages in r.stages.items():
+            lines.append(f"{r.parameters}, {what}: " + ", ".join(f"{name} {s:.3f} s" for name, s in stages.items()))
     return "\n".join(lines)
 
 
