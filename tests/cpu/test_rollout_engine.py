@@ -299,7 +299,7 @@ def test_padding_ids_are_never_sampled(child: ProcessPoolExecutor, models: dict[
     half = VOCAB // 2
     ways = [{}, {"top_k": 5}, {"temperature": 0.0}, {"temperature": 2.0}, {"top_p": 0.9}]
     batch = [request for i, way in enumerate(ways) for request in renamed(requests(4, vocab=half), f"{i} ", **way)]
-    sizes = {"vocab_size": vocab_size, "num_token_ids": half}
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "num_token_ids": half}
     (answers,) = child.submit(_answer_in_child, models["llama"], [batch], **sizes).result()
     assert_sound(batch, answers)
     for answer in answers.values():
