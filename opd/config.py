@@ -167,9 +167,18 @@ class GkdObjective(Config):
     tail: Literal["bucket", "renormalize"] = Field(
         default="bucket", description="the mass outside the top K: one more class, or dropped and the rest rescaled"
     )
+    kd_weight: Annotated[float, Field(ge=0)] = Field(
+        default=1.0, description="weight of the divergence; 0: cross-entropy alone, the teacher only measures"
+    )
     ce_weight: Annotated[float, Field(ge=0)] = Field(
         default=0.0, description="weight of cross-entropy on data set answers"
     )
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        if not self.kd_weight and not self.ce_weight:
+            raise ValueError("kd_weight and ce_weight are both 0, so nothing would be learned; raise one of them")
+        return self
 
     @model_validator(mode="after")
     def _check_temperature(self) -> Self:
@@ -276,6 +285,11 @@ class RunConfig(Config):
             )
         if rollout is None or sync is None:
             return self
+        if not self.objective.kd_weight and rollout.on_policy_fraction > 0:
+            raise ValueError(
+                "objective.kd_weight is 0, and cross-entropy is learned from data set answers alone, so the student's "
+                "own answers would teach nothing; raise it, or set rollout.on_policy_fraction=0"
+            )
         if sync.every_steps > rollout.max_staleness + 1:
             raise ValueError(
                 f"weight_sync.every_steps is {sync.every_steps}, so answers lag {sync.every_steps - 1} steps behind, "

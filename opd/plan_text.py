@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from opd.estimates import size_text
 
 if TYPE_CHECKING:
+    from opd.config import GkdObjective
     from opd.plan import ModelFacts, Plan
 
 WIDTH = 100
@@ -113,12 +114,21 @@ def _window(plan: Plan) -> str:
     return "the models set no limit" if plan.window is None else f"the models take {plan.window:,}"
 
 
+def _objective(objective: GkdObjective) -> str:
+    if not objective.kd_weight:
+        return f"{objective.ce_weight:g} x cross-entropy alone; the teacher only measures"
+    weight = f"{objective.kd_weight:g} x " if objective.kd_weight != 1 else ""
+    cross = f", plus {objective.ce_weight:g} x cross-entropy" if objective.ce_weight else ""
+    return (
+        f"{weight}divergence with beta {objective.beta:g}, temperature {objective.temperature:g}, "
+        f"top {objective.top_k} ids, tail={objective.tail}{cross}"
+    )
+
+
 def _training(plan: Plan) -> Sequence[Row]:
     run, learner, objective = plan.config.run, plan.config.learner, plan.config.objective
     steps = f"{plan.num_steps:,} steps of {run.samples_per_step} samples"
     per_step = f"{plan.tokens.trained_per_step:,.0f}"
-    tail = f"top {objective.top_k} ids, tail={objective.tail}"
-    cross = f", plus {objective.ce_weight:g} x cross-entropy" if objective.ce_weight else ""
     rate = f"{learner.lr:g}, {learner.schedule}" + (
         f", after {learner.warmup_steps} warm-up steps" * (learner.warmup_steps > 0)
     )
@@ -127,7 +137,7 @@ def _training(plan: Plan) -> Sequence[Row]:
     rows = [
         ("length", f"{steps} = {plan.epochs:.2f} epochs, about {_count(plan.tokens.total)} tokens in all"),
         ("per step", f"{'about' if plan.config.rollout is None else 'at most'} {per_step} trained tokens"),
-        ("objective", f"beta {objective.beta:g}, temperature {objective.temperature:g}, {tail}{cross}"),
+        ("objective", _objective(objective)),
         ("learning rate", rate),
     ]
     rollout, sync = plan.config.rollout, plan.config.weight_sync

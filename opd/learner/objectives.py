@@ -93,14 +93,15 @@ def gkd_loss(
         teacher_topk: [N, K] the teacher's log-probabilities.
         from_dataset: [N] bool: where the cross-entropy term counts.
         vocab_size: V.
-        objective: which divergence.
+        objective: which divergence, and the weights.
 
     Returns:
         [N] nats, not yet divided by anything.
     """
-    loss = divergence(
-        support(student_topk, vocab_size, objective), support(teacher_topk, vocab_size, objective), objective.beta
-    )
+    loss = torch.zeros_like(student_token)
+    if objective.kd_weight:
+        student, teacher = (support(topk, vocab_size, objective) for topk in (student_topk, teacher_topk))
+        loss = loss + objective.kd_weight * divergence(student, teacher, objective.beta)
     if objective.ce_weight:
         loss = loss - objective.ce_weight * student_token * from_dataset
     return loss

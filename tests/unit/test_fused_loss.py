@@ -37,7 +37,7 @@ def dense_loss(hidden: Tensor, weight: Tensor, targets: LossTargets, objective: 
     """The same loss from logits that all exist."""
     logp = (hidden @ weight.T).log_softmax(-1)
     student = support(logp.gather(1, targets.ids[:, :-1]), V, objective)
-    loss = divergence(student, support(targets.teacher_topk, V, objective), objective.beta)
+    loss = objective.kd_weight * divergence(student, support(targets.teacher_topk, V, objective), objective.beta)
     return (loss - objective.ce_weight * logp.gather(1, targets.ids[:, -1:])[:, 0] * targets.from_dataset).sum()
 
 
@@ -46,7 +46,7 @@ OBJECTIVES = [
     for beta, (tail, temperature), ce in itertools.product(
         (0.0, 0.3, 0.5, 1.0), (("bucket", 1.0), ("renormalize", 1.0), ("renormalize", 0.5)), (0.0, 0.7)
     )
-]
+] + [GkdObjective(kd_weight=0.0, ce_weight=1.3), GkdObjective(kd_weight=0.4, ce_weight=0.7)]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from opd import estimates
-from opd.config import LearnerConfig, RunConfig
+from opd.config import GkdObjective, LearnerConfig, RunConfig
 from opd.device import GIB, HostProfile
 from opd.estimates import checkpoint_bytes, count_parameters, kv_cache_bytes, learner_memory, machine_memory
 from opd.plan import Plan, make_plan
@@ -366,6 +366,17 @@ def test_answers_that_do_not_fit_the_models_stop_the_plan(models: Path, tmp_path
     config = make_config(models, tmp_path)
     with pytest.raises(ValueError, match=r"rollout\.max_new_tokens is 500 and the longest prompt has \d+ tokens, but"):
         make_plan(with_rollouts(config, max_new_tokens=500), CPU)
+
+
+def test_cross_entropy_alone_needs_data_set_answers(models: Path, tmp_path: Path) -> None:
+    tree = make_config(models, tmp_path).model_dump()
+    tree["objective"] = {"kd_weight": 0.0, "ce_weight": 1.0}
+    text = make_plan(RunConfig.model_validate(tree), CPU).describe()
+    assert "1 x cross-entropy alone; the teacher only measures" in text
+    with pytest.raises(ValueError, match=r"kd_weight is 0.* set rollout\.on_policy_fraction=0"):
+        RunConfig.model_validate(tree | {"rollout": {}, "weight_sync": {}})
+    with pytest.raises(ValueError, match="kd_weight and ce_weight are both 0"):
+        GkdObjective(kd_weight=0.0)
 
 
 def test_rollout_engines_need_gpus_too(models: Path, tmp_path: Path) -> None:
