@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo "make demo       set up, then train the built-in student from the built-in teacher (about 10 min, no GPU)"
-	@echo "make test       set up, lint, type check, all tests (about 15 min)"
+	@echo "make test       set up, lint, type check, all tests (about half an hour on two cores)"
 	@echo "make test-fast  the tests that start no engine and no learner (under 60 s)"
 	@echo "make lint       ruff and pyright"
 	@echo "make format     ruff format"

@@ -29,7 +29,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ru
 
 
 def test_a_run_on_its_own_answers(start: Callable[..., Run]) -> None:
-    run = start("own", "run.max_steps=6", "rollout.on_policy_fraction=0.8")
+    # Two learner ranks, two engines, and after every sync a comparison of their log-probabilities.
+    run = start(
+        "own",
+        *("run.max_steps=6", "rollout.on_policy_fraction=0.8", "learner.data_parallel=2", "weight_sync.parity_every=1"),
+    )
     run.until_step(1)
     run.note_what_it_holds()
     run.ends(120)
@@ -45,7 +49,7 @@ def test_a_run_on_its_own_answers(start: Callable[..., Run]) -> None:
     assert {line["staleness/max_versions"] for line in steps} == {0}
     assert max(line["rollout/logprob_gap"] for line in steps) < 1e-3, "the engines have the learner's weights"
     gaps = [line["parity/logprob_gap_max"] for line in lines if "parity/logprob_gap_max" in line]
-    assert len(gaps) == 2
+    assert len(gaps) == 7, "before the first step, and after each"
     assert max(gaps) < 1e-3
     shares = [line["sample/on_policy_share"] for line in steps]
     assert 0.5 < sum(shares) / len(shares) < 1
