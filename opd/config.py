@@ -103,7 +103,7 @@ class WeightSyncConfig(Config):
     timeout_s: Seconds = Field(default=120.0, description="longest wait for the other side")
     parity_every: NonNegative = Field(
         default=10,
-        description="steps between comparisons of engine and learner log-probs; 0: after the first sync only",
+        description="steps between comparisons of engine and learner log-probs; 0: in the first and the last sync only",
     )
     parity_tolerance: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="largest mean gap in nats before the run stops; unset: 0.15 in bf16, 0.001 in fp32"

@@ -17,10 +17,14 @@ from pathlib import Path
 
 from opd.config import RunConfig
 from opd.device import HostProfile
-from opd.errors import CheckpointError, ScoringError, WorkerLost
+from opd.errors import CheckpointError, ParityError, RolloutError, ScoringError, WorkerLost
 from opd.recipes import config_json, keys_table, load_recipe, override
 
 log = logging.getLogger(__name__)
+FAILURES = (
+    WorkerLost, ScoringError, RolloutError, ParityError, CheckpointError, FloatingPointError, ImportError, OSError
+)  # fmt: skip
+"""What ends a run that was rightly set up; ours say whom it concerns."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted before the run began", file=sys.stderr)
         return 130
-    except (WorkerLost, ScoringError, CheckpointError, FloatingPointError, OSError) as error:
+    except FAILURES as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except ValueError as error:

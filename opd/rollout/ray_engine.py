@@ -69,8 +69,8 @@ def student_pool(
         weight_transfer: Whether the weights can be replaced.
         num_token_ids: Ids that may be sampled; unset: all that count.
     """
-    # Engines and learner take turns, so the engines together may use every core.
-    threads = max(1, profile.num_cpus // (config.num_engines * config.tensor_parallel))
+    # Engines and learner take turns, so an engine may use every core.
+    threads = max(1, profile.num_cpus // config.tensor_parallel)
     env = {
         **profile.engine_env,
         "HF_HUB_OFFLINE": "1",  # the folder has all that is needed

@@ -56,8 +56,8 @@ def teacher_pool(
     """
     if top_k > vocab_size:
         raise ValueError(f"objective.top_k is {top_k} but teacher {config.name} has {vocab_size} ids; lower it")
-    # Engines and learner take turns, so the engines together may use every core.
-    threads = max(1, profile.num_cpus // (config.num_engines * config.tensor_parallel))
+    # Engines and learner take turns, so an engine may use every core.
+    threads = max(1, profile.num_cpus // config.tensor_parallel)
     env = {**profile.engine_env, "HF_HUB_OFFLINE": "1"}  # the folder has all that is needed
 
     async def start_engine(index: int) -> RayEngine:

@@ -21,6 +21,7 @@ from opd.weight_sync.plan import SyncPlan, TensorSpec, make_plan
 if TYPE_CHECKING:
     from torch import Tensor
 
+SENDER = "learner rank 0"
 TransportKind = Literal["shared_memory", "gloo", "nccl"]
 
 

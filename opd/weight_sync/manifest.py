@@ -14,7 +14,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from opd.weight_sync.plan import TensorSpec
+from opd.weight_sync.plan import REFUSAL, TensorSpec
 
 
 def expected_tensors(model: nn.Module) -> list[TensorSpec]:
@@ -34,7 +34,9 @@ def expected_tensors(model: nn.Module) -> list[TensorSpec]:
             continue
         if isinstance(module, LinearBase):
             if module.quant_config is not None:
-                raise ValueError(f"{path} is quantised; rollout engines take plain weights only")
+                raise ValueError(
+                    f"{REFUSAL} a rollout engine: {path} is quantised; rollout engines take plain weights only"
+                )
             parent, _, own = path.rpartition(".")
             names = [f"{parent}.{name}" for name in packed[own]] if own in packed else [path]
             specs += _linear(module, names)
@@ -48,7 +50,10 @@ def expected_tensors(model: nn.Module) -> list[TensorSpec]:
         elif isinstance(module, RMSNorm):
             specs.append(TensorSpec(f"{path}.weight", _name(module.weight.dtype), tuple(module.weight.shape)))
         else:
-            raise ValueError(f"{path} is a {type(module).__name__}, a kind of layer that cannot be sent weights")
+            raise ValueError(
+                f"{REFUSAL} a rollout engine: {path} is a {type(module).__name__}, a kind of layer that cannot be sent "
+                "weights"
+            )
     return specs
 
 

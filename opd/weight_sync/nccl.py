@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from opd.weight_sync.channel import ChannelInfo
-from opd.weight_sync.signals import SENDER, SLOTS, Signals, TwoSlotReceiver, TwoSlotSender, in_time, poll
+from opd.weight_sync.channel import SENDER, ChannelInfo
+from opd.weight_sync.signals import SLOTS, Signals, TwoSlotReceiver, TwoSlotSender, in_time, poll
 
 
 class Transfer(Protocol):

@@ -29,10 +29,9 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
 )
 
-from opd.weight_sync.channel import ChannelInfo
+from opd.weight_sync.channel import SENDER, ChannelInfo
 
 T = TypeVar("T")
-SENDER = "learner rank 0"
 CLOSED = "closed"
 SLOTS = 2
 GRACE_S = 1.0

@@ -21,11 +21,11 @@ from contextlib import AsyncExitStack
 from typing import Any, Protocol
 
 from opd.config import WeightSyncConfig
-from opd.errors import ParityError, WorkerLost
+from opd.errors import LearnerLost, ParityError, WorkerLost
 from opd.protocols import WeightPublisher
 from opd.turns import Turns
 from opd.types import SyncStats
-from opd.weight_sync.channel import ChannelInfo, TransportKind, forget_receiver, init_info
+from opd.weight_sync.channel import SENDER, ChannelInfo, TransportKind, forget_receiver, init_info
 from opd.weight_sync.plan import REFUSAL, SyncPlan, TensorSpec, make_plan
 from opd.weight_sync.publish import Publisher
 
@@ -33,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 DRIVER_MARGIN_S = 10.0
 """The driver waits so much longer for the learner than for an engine, so that an engine that hangs is found first."""
+
+
+RECEIVERS_FAULT = (TimeoutError, ConnectionError)
+"""What the sender raises when a receiver is late or gone; anything else is its own fault, and no other engine helps."""
 
 
 class PublishingLearner(Protocol):
@@ -208,12 +212,11 @@ class LearnerToEngines:
             limit = self._config.timeout_s + DRIVER_MARGIN_S
             publisher_opens = self._learner.open_publisher(Publisher(), channel, self._plan, timeout_s=limit)
             failed, sender_error = await self._both_sides(publisher_opens, opening, channel)
-            if not failed and sender_error is None:
+            if not failed:
+                if sender_error is not None:
+                    raise sender_error
                 self._members, self._channel = dict(engines), channel
                 break
-            if not failed:
-                assert sender_error is not None
-                raise sender_error
             lost |= failed
             engines = {index: engine for index, engine in engines.items() if index not in lost}
         return lost
@@ -234,11 +237,12 @@ class LearnerToEngines:
         """Wait for the learner and the engines; a lost engine does not hold up the others.
 
         Returns:
-            The engines that failed, and what the learner raised, if it is alive.
+            The engines that failed, and what the learner raised because of them.
 
         Raises:
             LearnerLost: a rank was lost.
             ValueError: an engine's model is not what the learner would send.
+            Exception: what the learner raised because of itself, as that it has no cupy.
         """
         send = asyncio.ensure_future(sending)
         receive: dict[asyncio.Future[None], int] = {asyncio.ensure_future(c): index for index, c in receiving.items()}
@@ -249,6 +253,8 @@ class LearnerToEngines:
         try:
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if send in done and (error := send.exception()) and not isinstance(error, RECEIVERS_FAULT):
+                    raise error  # nothing is left to sync from
                 for task in done - {send}:
                     error = task.exception()
                     if error is None:
@@ -259,12 +265,16 @@ class LearnerToEngines:
                     if not isinstance(error, WorkerLost):
                         error = WorkerLost(names[index], "receiving weights", repr(error))
                     lost[index] = error
-                    for worker in range(self._workers):
-                        await asyncio.to_thread(forget_receiver, channel, places[index] * self._workers + worker)
-                if send in done and isinstance(error := send.exception(), WorkerLost):
-                    raise error  # of the learner: nothing is left to sync from
+                    try:
+                        for worker in range(self._workers):
+                            await asyncio.to_thread(forget_receiver, channel, places[index] * self._workers + worker)
+                    except RECEIVERS_FAULT as unreachable:  # the learner serves the store
+                        await send  # says what became of it, at the latest after its timeout
+                        raise LearnerLost(SENDER, "sending its weights", str(unreachable)) from unreachable
             sender_error = send.exception()
             assert sender_error is None or isinstance(sender_error, Exception)
+            if lost and sender_error:
+                logger.warning("%s could not go on without the engines that were lost: %s", SENDER, sender_error)
             return lost, sender_error
         finally:
             for task in (send, *receive):

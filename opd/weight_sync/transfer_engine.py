@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from opd.weight_sync.channel import BucketReceiver, open_receiver, parse_init_info
 from opd.weight_sync.manifest import expected_tensors, tied_heads
-from opd.weight_sync.plan import SyncPlan, check
+from opd.weight_sync.plan import REFUSAL, SyncPlan, check
 from opd.weight_sync.receive import unpack
 
 
@@ -81,7 +81,7 @@ class OpdTransferEngine(WeightTransferEngine[OpdInitInfo, OpdUpdateInfo]):
         index = first_receiver + get_tensor_model_parallel_rank()
         name = channel.receivers[index]
         if self.parallel_config.pipeline_parallel_size > 1:
-            raise ValueError(f"{name} is pipeline-parallel; a worker must hold all layers to be sent weights")
+            raise ValueError(f"{REFUSAL} {name}: it is pipeline-parallel, and a worker must hold all layers")
         check(plan, expected_tensors(self.model), name)
         self.shutdown()
         self._plan, self._name = plan, name
