@@ -8,6 +8,7 @@ What cannot work stops here with a `ValueError` that names the setting; what may
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from opd.model_support import check_supported
 from opd.plan_text import describe
 from opd.types import Prompt, Sample
 from opd.vocabulary import check_same_tokens, shared_vocab_size, token_ids
+from opd.weight_sync.sync import transport_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,7 @@ def make_plan(config: RunConfig, host: HostProfile) -> Plan:
         ValueError: the run cannot work; the message names the setting and what to change.
     """
     warnings = _check_devices(config, host)
+    _check_transport(config, host)
     student = read_model("student.model", config.student)
     check_supported(student.config)
     teachers = tuple(read_model(f"teachers.{i}.model", teacher) for i, teacher in enumerate(config.teachers))
@@ -207,6 +210,19 @@ def _check_devices(config: RunConfig, host: HostProfile) -> list[str]:
         f"the run asks for {asked} GPUs = {terms}, but this machine has {host.num_gpus}; lower one of these, show "
         "more GPUs in CUDA_VISIBLE_DEVICES, or set RAY_ADDRESS to a cluster with more"
     )
+
+
+def _check_transport(config: RunConfig, host: HostProfile) -> None:
+    """Refuse what cannot carry weights on any number of hosts like this."""
+    if config.weight_sync is None:
+        return
+    wanted = config.weight_sync.transport
+    kind = transport_kind(wanted, has_gpus=host.has_gpus, num_hosts=1)
+    if kind == "nccl" and importlib.util.find_spec("cupy") is None:
+        raise ValueError(
+            f"weight_sync.transport is {wanted}, which is NCCL through cupy here, but cupy is not installed; install "
+            "cupy-cuda12x or cupy-cuda13x, as torch's CUDA, or use --set weight_sync.transport=shared_memory"
+        )
 
 
 def _count_steps(config: RunConfig, train: Sequence[Prompt | Sample]) -> tuple[int, int]:

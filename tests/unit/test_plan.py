@@ -362,6 +362,26 @@ def test_a_plan_with_rollouts(models: Path, tmp_path: Path) -> None:
     assert "mixed, 25% of the answers from the student" in mixed.describe()
 
 
+@pytest.mark.parametrize(
+    ("transport", "host", "message"),
+    [
+        (
+            "auto",
+            HostProfile.cuda(num_cpus=8, num_gpus=4),
+            r"transport is auto, .* cupy is not installed; install cupy-",
+        ),
+        ("nccl", CPU, r"transport is nccl, but there is no GPU; use shared_memory, gloo or auto"),
+    ],
+)
+def test_a_transport_that_cannot_work_stops_the_plan(
+    models: Path, tmp_path: Path, transport: str, host: HostProfile, message: str
+) -> None:
+    tree = with_rollouts(make_config(models, tmp_path)).model_dump()
+    tree["weight_sync"]["transport"] = transport
+    with pytest.raises(ValueError, match=message):
+        make_plan(RunConfig.model_validate(tree), host)
+
+
 def test_answers_that_do_not_fit_the_models_stop_the_plan(models: Path, tmp_path: Path) -> None:
     config = make_config(models, tmp_path)
     with pytest.raises(ValueError, match=r"rollout\.max_new_tokens is 500 and the longest prompt has \d+ tokens, but"):
