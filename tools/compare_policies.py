@@ -47,7 +47,7 @@ TASK = {
         "min_decimals": 0,
         "max_decimals": 0,
         "min_value": 0,
-        "max_value": 99,
+        "max_value": 9,
     },
     "data.response_column": "answer",
     "data.grader": "reasoning_gym",
