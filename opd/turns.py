@@ -30,6 +30,11 @@ class Turns:
         # An asyncio lock is fair: whoever asks again right after a turn stands behind those who waited.
         self._lock = asyncio.Lock() if shared_cores else None
 
+    @property
+    def shared_cores(self) -> bool:
+        """Whether somebody else would compute more slowly while we do."""
+        return self._lock is not None
+
     @asynccontextmanager
     async def __call__(self, who: str) -> AsyncIterator[None]:
         """Wait for the turn, and have it inside the context."""

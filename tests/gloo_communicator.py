@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
 
-from opd.weight_sync.signals import SLOTS
+from opd.weight_sync.channel import SLOTS
 
 
 class GlooTransfer:

@@ -41,13 +41,15 @@ import psutil
 from opd.config import RolloutConfig
 from opd.device import HostProfile
 from opd.rollout.engine import StudentEngine
-from opd.weight_sync.channel import ChannelInfo, TransportKind, init_info
+from opd.weight_sync.channel import SLOTS, ChannelInfo, TransportKind, init_info
 from opd.weight_sync.plan import SyncPlan, TensorSpec, make_plan
 from opd.weight_sync.publish import Publisher
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+WARM_UP = 4
+"""Rounds that are left out: until then malloc still asks the kernel for memory."""
 ROUNDS = 5
 START_TIMEOUT_S = 300.0
 CALL_TIMEOUT_S = 120.0
@@ -200,12 +202,12 @@ class Learner(Memory):
 
         copies = [torch.zeros_like(tensor) for tensor in self._weights.values()]
         seconds = []
-        for _ in range(ROUNDS + 1):
+        for _ in range(WARM_UP + ROUNDS):
             started = time.perf_counter()
             for copy, tensor in zip(copies, self._weights.values(), strict=True):
                 copy.copy_(tensor)
             seconds.append(time.perf_counter() - started)
-        return seconds[1:]
+        return seconds[WARM_UP:]
 
 
 def timed(**stages: Callable[[], object]) -> dict[str, float]:
@@ -291,9 +293,9 @@ class Engine(Memory):
         self.mark()
         rounds = [
             timed(start=worker.start_weight_update, load=load, finish=worker.finish_weight_update)
-            for _ in range(ROUNDS + 1)
+            for _ in range(WARM_UP + ROUNDS)
         ]
-        return rounds[1:], self.peak_bytes()
+        return rounds[WARM_UP:], self.peak_bytes()
 
     def _worker(self) -> Any:
         (worker,) = self._student._vllm._engine.collective_rpc(lambda worker: worker)
@@ -392,7 +394,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def measure(parameters: str, kind: TransportKind, bucket_bytes: int) -> Measurement:
+def measure(parameters: str, kind: TransportKind, bucket_bytes: int, buckets_under_way: int) -> Measurement:
     """Start both sides for one size of model, and measure."""
     profile = HostProfile.cpu(num_cpus=len(os.sched_getaffinity(0)))
     # As the actors of a run have it: both sides may use every core.
@@ -406,13 +408,20 @@ def measure(parameters: str, kind: TransportKind, bucket_bytes: int) -> Measurem
         try:
             learner.answer(START_TIMEOUT_S)
             engine.answer(START_TIMEOUT_S)
-            return _measure(parameters, kind, bucket_bytes, learner, engine)
+            return _measure(parameters, kind, bucket_bytes, buckets_under_way, learner, engine)
         finally:
             learner.close()
             engine.close()
 
 
-def _measure(parameters: str, kind: TransportKind, bucket_bytes: int, learner: Remote, engine: Remote) -> Measurement:
+def _measure(
+    parameters: str,
+    kind: TransportKind,
+    bucket_bytes: int,
+    buckets_under_way: int,
+    learner: Remote,
+    engine: Remote,
+) -> Measurement:
     port, specs = learner.call("describe")
     plan = make_plan(specs, bucket_bytes)
     channel = ChannelInfo(
@@ -423,6 +432,7 @@ def _measure(parameters: str, kind: TransportKind, bucket_bytes: int, learner: R
         receivers=("engine 0 worker 0",),
         bucket_bytes=plan.bucket_bytes,
         timeout_s=CALL_TIMEOUT_S / 2,
+        buckets_under_way=buckets_under_way,
     )
 
     def both(
@@ -437,7 +447,7 @@ def _measure(parameters: str, kind: TransportKind, bucket_bytes: int, learner: R
     both("mark", "mark")
     both("open", "open", (channel, plan), (init_info(channel, plan, first_receiver=0),))
     syncs, sync_stages = [], []
-    for _ in range(ROUNDS + 1):
+    for _ in range(WARM_UP + ROUNDS):
         started = time.perf_counter()
         _, stages = both("send", "sync")
         syncs.append(time.perf_counter() - started)
@@ -449,14 +459,14 @@ def _measure(parameters: str, kind: TransportKind, bucket_bytes: int, learner: R
     if received != (sent := learner.call("checksum")):
         raise RuntimeError(f"the engine received weights with checksum {received}, sent were {sent}")
     drains = []
-    for _ in range(ROUNDS + 1):
+    for _ in range(WARM_UP + ROUNDS):
         seconds, _ = both("send", "drain", (), (False,))
         drains.append(seconds)
 
     loads, load_peak = engine.call("load", specs)
     seconds = {
-        "sync": syncs[1:],
-        "transport": drains[1:],
+        "sync": syncs[WARM_UP:],
+        "transport": drains[WARM_UP:],
         "copy": learner.call("copy"),
         "load": [sum(stages.values()) for stages in loads],
         "fp32_head": heads,
@@ -475,7 +485,7 @@ def _measure(parameters: str, kind: TransportKind, bucket_bytes: int, learner: R
         learner_peak_buckets=peaks[0] / plan.bucket_bytes,
         engine_peak_buckets=peaks[1] / plan.bucket_bytes,
         load_peak_buckets=load_peak / plan.bucket_bytes,
-        stages={"sync": medians(sync_stages[1:]), "load": medians(loads)},
+        stages={"sync": medians(sync_stages[WARM_UP:]), "load": medians(loads)},
         seconds=seconds,
         foreign_cores=max(0.0, foreign_cpu_s(learner, engine) - foreign_s) / (time.perf_counter() - began),
     )
@@ -516,12 +526,17 @@ def main() -> int:
     parser.add_argument("--parameters", type=models, default=list(MODELS), help="comma-separated: 135M, 0.5B, 1.5B")
     parser.add_argument("--transport", choices=["shared_memory", "gloo"], default="shared_memory")
     parser.add_argument("--bucket-mib", type=int, default=64, help="as weight_sync.bucket_mib")
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="fill a bucket while the last one is taken, as on unshared cores",
+    )
     parser.add_argument("--json", type=Path, help="also write the results here")
     args = parser.parse_args()
     results = []
     for name in args.parameters:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        results.append(measure(name, args.transport, args.bucket_mib * MIB))
+        results.append(measure(name, args.transport, args.bucket_mib * MIB, SLOTS if args.overlap else 1))
     print(table(results))
     if args.json:
         rows = [{**asdict(r), "transport_ratio": r.transport_ratio, "sync_ratio": r.sync_ratio} for r in results]

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SENDER = "learner rank 0"
+SLOTS = 2
+"""Buckets that each side has memory for."""
 TransportKind = Literal["shared_memory", "gloo", "nccl"]
 
 
@@ -39,6 +41,8 @@ class ChannelInfo:
     """Their names in messages; a receiver's index is its place here."""
     bucket_bytes: int
     timeout_s: float
+    buckets_under_way: int = SLOTS
+    """How many may be sent and not yet released. 1: the sender does not fill one while the other is taken."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "receivers", tuple(self.receivers))  # JSON gives a list

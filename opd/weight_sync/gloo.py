@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Work  # pyright: ignore[reportPrivateImportUsage]
 
-from opd.weight_sync.channel import SENDER, ChannelInfo
-from opd.weight_sync.signals import SLOTS, Signals, TwoSlotReceiver, TwoSlotSender
+from opd.weight_sync.channel import SENDER, SLOTS, ChannelInfo
+from opd.weight_sync.signals import Signals, TwoSlotReceiver, TwoSlotSender
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from opd.weight_sync.channel import SENDER, ChannelInfo
-from opd.weight_sync.signals import SLOTS, Signals, TwoSlotReceiver, TwoSlotSender, in_time, poll
+from opd.weight_sync.channel import SENDER, SLOTS, ChannelInfo
+from opd.weight_sync.signals import Signals, TwoSlotReceiver, TwoSlotSender, in_time, poll
 
 
 class Transfer(Protocol):
@@ -129,6 +129,16 @@ def _join(factory: CommunicatorFactory, signals: Signals, unique_id: str, rank: 
     return in_time(join, info.timeout_s, late)
 
 
+def _await(transfer: Transfer, timeout_s: float, what: str, do: str) -> None:
+    """Wait until a broadcast is done."""
+    try:
+        done = poll(transfer.done, timeout_s)
+    except RuntimeError as error:  # a rank that takes part in it was lost
+        raise ConnectionError(f"{what} failed: {error}") from error
+    if not done:
+        raise TimeoutError(f"{what} did not {do} within {timeout_s:g} s")
+
+
 class NcclSender(TwoSlotSender):
     """See `channel.BucketSender`."""
 
@@ -158,8 +168,7 @@ class NcclSender(TwoSlotSender):
         self._raise_if_lost()
         # The receivers have it; this rank's part of the broadcast ends at about the same time.
         transfer = self._transfers.pop(0)
-        if not poll(transfer.done, self._signals.info.timeout_s):
-            raise TimeoutError(f"{SENDER}'s own broadcast did not end within {self._signals.info.timeout_s:g} s")
+        _await(transfer, self._signals.info.timeout_s, f"{SENDER}'s own broadcast", "end")
 
     def _raise_if_lost(self) -> None:
         if self._signals.lost:
@@ -184,8 +193,7 @@ class NcclReceiver(TwoSlotReceiver):
     def _take(self, slot: int, num_bytes: int, then: int) -> Tensor:
         coming = self._coming or self._communicator.broadcast(slot, num_bytes)
         self._coming = None
-        if not poll(coming.done, self._signals.info.timeout_s):
-            raise TimeoutError(f"{SENDER}'s broadcast did not arrive within {self._signals.info.timeout_s:g} s")
+        _await(coming, self._signals.info.timeout_s, f"{SENDER}'s broadcast", "arrive")
         if then:
             self._coming = self._communicator.broadcast(1 - slot, then)
         return self._communicator.slots[slot, :num_bytes]

@@ -112,7 +112,8 @@ def make_plan(tensors: Sequence[TensorSpec], bucket_bytes: int) -> SyncPlan:
         offset = 0
         while offset < spec.nbytes:
             start = -(-end // ALIGNMENT) * ALIGNMENT
-            if start == size:
+            # One that fits in a bucket is not split: the receiver would have to copy it together.
+            if start == size or (not offset and start + spec.nbytes > size >= spec.nbytes):
                 buckets.append([])
                 start = 0
             nbytes = min(spec.nbytes - offset, size - start)

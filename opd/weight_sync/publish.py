@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from opd.weight_sync.channel import BucketSender, ChannelInfo, open_sender
+from opd.weight_sync.channel import SLOTS, BucketSender, ChannelInfo, open_sender
 from opd.weight_sync.plan import SyncPlan, TensorSpec
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ class Publisher:
     def __init__(self) -> None:
         self._plan: SyncPlan | None = None
         self._sender: BucketSender | None = None
+        self._under_way = SLOTS
 
     def open(self, info: ChannelInfo, plan: SyncPlan) -> None:
         """Open the channel; returns when every receiver has.
@@ -26,6 +27,7 @@ class Publisher:
             TimeoutError, ConnectionError: A receiver, which the message names, did not.
         """
         self._plan, self._sender = plan, open_sender(info)
+        self._under_way = info.buckets_under_way
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Send all tensors; returns when every receiver has released all of them. After an error the channel is closed.
@@ -54,7 +56,7 @@ class Publisher:
     def _send(self, plan: SyncPlan, sender: BucketSender, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         tensor: Tensor | None = None
         for number, bucket in enumerate(plan.buckets):
-            with plan.naming(max(number - 2, 0)):  # the one that a receiver must release first
+            with plan.naming(max(number - self._under_way, 0)):  # the one that a receiver must release first
                 buffer = sender.buffer()
             for piece in bucket:
                 spec = plan.tensors[piece.tensor]
@@ -74,7 +76,7 @@ class Publisher:
         if (extra := next(named_tensors, None)) is not None:
             raise ValueError(f"the learner exported {extra[0]} after all {len(plan.tensors)} tensors of the plan")
         last = len(plan.buckets) - 1
-        with plan.naming(max(last - 1, 0)):
+        with plan.naming(max(last + 1 - self._under_way, 0)):
             sender.buffer()  # so that an error of the last two buckets names the right one
         with plan.naming(last):
             sender.finish()

@@ -13,8 +13,8 @@ import os
 import torch
 from torch import Tensor
 
-from opd.weight_sync.channel import SENDER, ChannelInfo
-from opd.weight_sync.signals import SLOTS, Signals, TwoSlotReceiver, TwoSlotSender
+from opd.weight_sync.channel import SENDER, SLOTS, ChannelInfo
+from opd.weight_sync.signals import Signals, TwoSlotReceiver, TwoSlotSender
 
 
 def _map(file: int, num_bytes: int) -> Tensor:

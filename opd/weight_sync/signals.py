@@ -29,14 +29,13 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
 )
 
-from opd.weight_sync.channel import SENDER, ChannelInfo
+from opd.weight_sync.channel import SENDER, SLOTS, ChannelInfo
 
 T = TypeVar("T")
 CLOSED = "closed"
-SLOTS = 2
 GRACE_S = 1.0
 """How much longer we wait for the store than it should take to say that it waited too long."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1e-4, 1e-2
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1e-4, 1e-3
 
 
 def poll(done: Callable[[], bool], timeout_s: float) -> bool:
@@ -180,7 +179,7 @@ class TwoSlotSender(ABC):
 
     def buffer(self) -> Tensor:
         """See `BucketSender`."""
-        self._catch_up(self._posted - SLOTS + 1)
+        self._catch_up(self._posted + 1 - self._signals.info.buckets_under_way)
         return self._slot(self._posted % SLOTS)
 
     def post(self, num_bytes: int) -> None:

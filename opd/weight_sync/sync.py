@@ -25,7 +25,7 @@ from opd.errors import LearnerLost, ParityError, WorkerLost
 from opd.protocols import WeightPublisher
 from opd.turns import Turns
 from opd.types import SyncStats
-from opd.weight_sync.channel import SENDER, ChannelInfo, TransportKind, forget_receiver, init_info
+from opd.weight_sync.channel import SENDER, SLOTS, ChannelInfo, TransportKind, forget_receiver, init_info
 from opd.weight_sync.plan import REFUSAL, SyncPlan, TensorSpec, make_plan
 from opd.weight_sync.publish import Publisher
 
@@ -200,6 +200,8 @@ class LearnerToEngines:
                 receivers=tuple(receivers),
                 bucket_bytes=self._plan.bucket_bytes,
                 timeout_s=self._config.timeout_s,
+                # On the same cores filling and loading at once slows both down; see docs/weight_sync.md.
+                buckets_under_way=1 if self._turns.shared_cores else SLOTS,
             )
             self._members, self._channel = {}, None
             opening = {

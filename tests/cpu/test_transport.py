@@ -23,6 +23,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from opd.weight_sync import publish
 from opd.weight_sync.channel import (
+    SLOTS,
     BucketReceiver,
     BucketSender,
     ChannelInfo,
@@ -48,6 +49,16 @@ TENSORS = (
 )
 PLAN = make_plan(TENSORS, BUCKET)
 QUICK_S, PATIENT_S = 2.0, 30.0
+CHANNEL = ChannelInfo(
+    kind="shared_memory",
+    name="nowhere",
+    host="127.0.0.1",
+    port=1,
+    receivers=("engine 0 worker 0", "engine 1 worker 0"),
+    bucket_bytes=PLAN.bucket_bytes,
+    timeout_s=PATIENT_S,
+)
+"""For what never opens one."""
 
 context = multiprocessing.get_context("forkserver")  # clean processes like spawn's, without importing torch in each
 context.set_forkserver_preload(["torch", __name__])
@@ -156,18 +167,23 @@ class Run:
     """A learner, and the channel that it waits for."""
 
     def __init__(
-        self, kind: TransportKind, timeout_s: float, *, versions: int = 1, sender_dies_at: int | None = None
+        self,
+        kind: TransportKind,
+        timeout_s: float,
+        *,
+        versions: int = 1,
+        sender_dies_at: int | None = None,
+        buckets_under_way: int = SLOTS,
     ) -> None:
         self.versions = versions
         self.sender = Peer(_publish, versions, sender_dies_at)
-        self.info = ChannelInfo(
+        self.info = replace(
+            CHANNEL,
             kind=kind,
             name=uuid.uuid4().hex,
-            host="127.0.0.1",
             port=self.sender.result(),
-            receivers=("engine 0 worker 0", "engine 1 worker 0"),
-            bucket_bytes=PLAN.bucket_bytes,
             timeout_s=timeout_s,
+            buckets_under_way=buckets_under_way,
         )
         self.sender.pipe.send(self.info)
 
@@ -190,9 +206,10 @@ def _nothing_left() -> Iterator[None]:
         file.unlink()
 
 
+@pytest.mark.parametrize("buckets_under_way", [1, SLOTS])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_receiver_gets_every_byte_of_every_version(kind: TransportKind) -> None:
-    run = Run(kind, PATIENT_S, versions=4)
+def test_every_receiver_gets_every_byte_of_every_version(kind: TransportKind, buckets_under_way: int) -> None:
+    run = Run(kind, PATIENT_S, versions=4, buckets_under_way=buckets_under_way)
     receivers = [run.receiver(i) for i in range(2)]
     assert run.sender.result() == "sent"
     filled = sum(PLAN.filled(b) for b in range(len(PLAN.buckets)))
@@ -201,9 +218,9 @@ def test_every_receiver_gets_every_byte_of_every_version(kind: TransportKind) ->
     run.end()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_receiver_that_dies_is_named_and_the_others_hear_of_it(kind: TransportKind) -> None:
-    run = Run(kind, QUICK_S)
+@pytest.mark.parametrize(("kind", "buckets_under_way"), [*((kind, SLOTS) for kind in KINDS), ("shared_memory", 1)])
+def test_a_receiver_that_dies_is_named_and_the_others_hear_of_it(kind: TransportKind, buckets_under_way: int) -> None:
+    run = Run(kind, QUICK_S, buckets_under_way=buckets_under_way)
     receivers = [run.receiver(0, timeout_s=PATIENT_S), run.receiver(1, dies_at=2)]
     with pytest.raises(
         (TimeoutError, ConnectionError), match=r"engine 1 worker 0 did not take a bucket .* \(bucket 3 of 6: embed\)"
@@ -344,7 +361,7 @@ def test_what_was_not_planned_is_not_sent(
     events: list[str] = []
     monkeypatch.setattr(publish, "open_sender", lambda info: _NoSender(events))
     publisher = publish.Publisher()
-    publisher.open(None, PLAN)  # type: ignore[arg-type]
+    publisher.open(CHANNEL, PLAN)
     with pytest.raises(ValueError, match=message):
         publisher.send(change(list(tensors(0))))
     assert events[-1] == "close"

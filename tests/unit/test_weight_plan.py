@@ -50,6 +50,15 @@ def test_a_bucket_is_no_larger_than_the_weights() -> None:
     assert plan.bucket_bytes == 3072  # 2816 + 64 + 128 + 64
 
 
+def test_only_what_is_larger_than_a_bucket_is_split() -> None:
+    """The receiver would have to put it together in memory of its own."""
+    plan = make_plan(
+        [TensorSpec(n, "float32", (size,)) for n, size in zip("abcd", (100, 200, 300, 100), strict=True)], 1024
+    )
+    pieces = [[(piece.tensor, piece.nbytes) for piece in bucket] for bucket in plan.buckets]
+    assert pieces == [[(0, 400)], [(1, 800), (2, 192)], [(2, 1008)], [(3, 400)]]
+
+
 def test_a_tensor_as_large_as_the_bucket_is_not_split() -> None:
     plan = make_plan([TensorSpec("a", "float32", (16,)), TensorSpec("b", "float32", (16,))], 64)
     assert [len(bucket) for bucket in plan.buckets] == [1, 1]
